@@ -49,7 +49,28 @@ def by_budget() -> Iterator[str]:
         yield line([*cells, f"{found['gptq']['perplexity']:.2f}"])
 
 
-TABLES = {"methods": by_scheme, "allocation": by_budget}
+def by_method() -> Iterator[str]:
+    found = {(r["scheme"], r["method"]): r for name in ("methods", "methods-more") for r in saved(name)["rows"]}
+    schemes = list(dict.fromkeys(r["scheme"] for r in saved("methods-more")["rows"]))
+    yield line(["method", *schemes, "seconds"])
+    yield line(["---", *["---:"] * (len(schemes) + 1)])
+    for method in ("rtn", *dict.fromkeys(r["method"] for r in saved("methods-more")["rows"]), "gptq"):
+        rows = [found[scheme, method] for scheme in schemes]
+        seconds = [r["seconds"] for r in rows]
+        yield line([f"`{method}`", *(f"{r['kl']:.4f}" for r in rows), f"{min(seconds):.0f} to {max(seconds):.0f}"])
+
+
+def of_an_encoder() -> Iterator[str]:
+    found = {(r["scheme"], r["method"]): r for r in saved("encoder_methods")["rows"]}
+    methods = list(dict.fromkeys(method for _, method in found))
+    yield line(["scheme", *(f"`{method}`" for method in methods)])
+    yield line(["---", *["---:"] * len(methods)])
+    for scheme in dict.fromkeys(scheme for scheme, _ in found):
+        rows = [found[scheme, method] for method in methods]
+        yield line([scheme, *(f"{r['plain_error']:.3f}, {r['biases_error']:.3f}" for r in rows)])
+
+
+TABLES = {"methods": by_scheme, "more methods": by_method, "encoder": of_an_encoder, "allocation": by_budget}
 
 
 def block(name: str) -> str:

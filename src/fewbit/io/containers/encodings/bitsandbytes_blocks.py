@@ -28,7 +28,7 @@ from ..container import Group, Weight, plain_array
 from .stored import packed_codes, per_tile
 
 STATE = ".quant_state.bitsandbytes__"
-"""What stands between the name of a weight and that of its codes."""
+"""What is between the name of a weight and that of its codes."""
 FORMATS: dict[str, Codebook] = {"nf4": nf4, "fp4": bnb_fp4}
 NESTED = SCHEMES["nf4_dq"].scale
 """The scheme of quantized scales."""
