@@ -6,6 +6,7 @@ from .dot import dot_general as dot_general
 from .dot import matmul as matmul
 from .einsum import einsum as einsum
 from .explain import explain as explain
+from .hadamard import hadamard_transform as hadamard_transform
 from .interpret.evaluator import Decoded as Decoded
 from .interpret.transparent import transparent as transparent
 from .policy import Arm as Arm
