@@ -57,10 +57,20 @@ def rounded(model: Model, plan) -> dict[str, QArray]:
     return {result.path: value for value, result in workflows.quantized_tensors(model, plan) if isinstance(value, QArray)}
 
 
-@pytest.mark.parametrize("name", ["experts", *(pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS if n != "experts")])
 @pytest.mark.parametrize(
-    "scaling",
-    [pytest.param(AWQScaling(grid=4), id="awq", marks=pytest.mark.slow), pytest.param(SmoothQuant(), id="smoothquant")],
+    ("name", "scaling"),
+    [
+        pytest.param("experts", SmoothQuant(), id="experts-smoothquant"),
+        *(
+            pytest.param(name, SmoothQuant(), id=f"{name}-smoothquant", marks=pytest.mark.slow)
+            for name in CONFIGS
+            if name != "experts"
+        ),
+        *(
+            pytest.param(name, AWQScaling(grid=4), id=f"{name}-awq", marks=pytest.mark.slow)
+            for name in ("experts", "latent")
+        ),
+    ],
 )
 def test_the_float_function_stays(name, scaling, tmp_path):
     """To float32 rounding: every weight is rounded once, 2**-24, and so is each of some hundred operations of a logit."""

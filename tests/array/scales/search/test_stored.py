@@ -47,9 +47,6 @@ CASES = [
     ("nf4", "e8m0", 64),
     ("ternary", "e4m3fn", 32),
 ]
-PARAMS = [
-    pytest.param(case, id="-".join(map(str, case)), marks=[pytest.mark.slow] if i else []) for i, case in enumerate(CASES)
-]
 
 
 def scheme(fmt: str, holder: str, tile: int, calibration=MSE()) -> fb.Scheme:  # noqa: B008 - frozen
@@ -68,8 +65,19 @@ def every_kind(fmt: str, holder: str, tile: int, count: int) -> np.ndarray:
     return np.concatenate([blocks(kind, tile, count, fmt, scales) for kind in KINDS])
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("case", PARAMS)
+def marks(place: int, weighted: bool) -> list[pytest.MarkDecorator]:
+    """The first case is fast; with weights three in four are left to `make test-long`."""
+    return [pytest.mark.slow] * (place > 0) + [pytest.mark.long] * (weighted and place % 4 > 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "weighted"),
+    [
+        pytest.param(case, weighted, id=f"{'-'.join(map(str, case))}-{kind}", marks=marks(place, weighted))
+        for kind, weighted in (("plain", False), ("weighted", True))
+        for place, case in enumerate(CASES)
+    ],
+)
 def test_no_stored_scale_is_better(case: tuple[str, str, int], weighted: bool, block_count: int):
     fmt, holder, tile = case
     x, scales = every_kind(fmt, holder, tile, block_count), stored(holder)
