@@ -435,6 +435,7 @@ def scale_factors(q: QArray) -> tuple[Array, ...]:
     holder = q.scheme.scale
     if isinstance(holder, Scheme):
         return with_tensor_scale((dequantize(q.scale),), q)
+    assert isinstance(holder, AbstractFormat | np.dtype)
     return with_tensor_scale(stored_factors(holder, q.scale), q)
 
 

@@ -196,7 +196,7 @@ class Dot(AbstractBilinear):
         backend = self.backend
         if backend is None and (accumulator not in (None, "int32") or out_sharding is not None):
             backend = "reference"
-        if backend is None and (decoded := with_decoded_lhs(problem)) is not None:
+        if backend is None and isinstance(lhs, QArray) and (decoded := with_decoded_lhs(problem)) is not None:
             return product(decoded, dequantize(lhs, jnp.float32), rhs)
         return product(problem, lhs, rhs, backend=backend)
 
