@@ -91,6 +91,17 @@ def test_the_sentences_too():
     assert f"{allocation['measured']} of the {allocation['groups']} groups" in PAGE
 
 
+def test_the_one_command():
+    (row,) = saved("one_command")["rows"]
+    page = (ROOT / "docs" / "ship.md").read_text()
+    for said in (
+        f"{row['bytes']:,} bytes, KL divergence {row['kl']:.4f} ± {row['kl_error']:.4f} nats",
+        f"perplexity {row['perplexity']:.2f} where the source has {row['reference']:.2f}, {row['cpu_seconds']:.0f} processor",
+    ):
+        assert said in page
+    assert round(row["bits"], 2) == 4.25 and row["seconds"] < 600
+
+
 if __name__ == "__main__":  # writes the tables into the page
     text = PAGE
     for key, rows in TABLES.items():
