@@ -67,7 +67,9 @@ def measured(reference: Model, scheme: str, name: str, tokens: int) -> dict[str,
         model = scaled_model(model, plan, calibrated_scales(model, plan, scaling, calibration_data(model)))
     if method.collect:
         found = calibrated_weights(model, plan, method, calibration_data(model), fused={})
-    values = {result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found)}
+    values = {
+        result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found, method)
+    }
     seconds = time.perf_counter() - start
     quality = evaluate(dataclasses.replace(model, load=values.__getitem__), against=reference, tokens=tokens)
     assert quality.against is not None
