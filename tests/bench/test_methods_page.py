@@ -56,8 +56,8 @@ def by_method() -> Iterator[str]:
     yield line(["---", *["---:"] * (len(schemes) + 1)])
     for method in ("rtn", *dict.fromkeys(r["method"] for r in saved("methods-more")["rows"]), "gptq"):
         rows = [found[scheme, method] for scheme in schemes]
-        seconds = [r["seconds"] for r in rows]
-        yield line([f"`{method}`", *(f"{r['kl']:.4f}" for r in rows), f"{min(seconds):.0f} to {max(seconds):.0f}"])
+        seconds = " to ".join(dict.fromkeys(f"{of([r['seconds'] for r in rows]):.0f}" for of in (min, max)))
+        yield line([f"`{method}`", *(f"{r['kl']:.4f}" for r in rows), seconds])
 
 
 def of_an_encoder() -> Iterator[str]:
