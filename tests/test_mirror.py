@@ -50,7 +50,6 @@ SUITES = {
     "models/families": "models/families/test_table.py",
     "models/roles": "models/roles/test_checkpoint.py",
     "ops": "conformance/test_products.py",
-    "ops/hadamard": "training/test_train.py",
     "ops/interpret": "ops/interpret/test_transparent.py",
     "ops/interpret/rules": "conformance/test_primitives.py",
     "ops/qat": "training/test_train.py",
@@ -59,6 +58,7 @@ SUITES = {
     "torch": "torch/test_torch_qtensor.py",
     "training/lora": "training/test_lora.py",
     "workflows": "workflows/test_quantize.py",
+    "workflows/convert/provenance": "workflows/test_quantize.py",
     "workflows/bench": "workflows/bench/test_products.py",
     "workflows/methods/rotate": "cli/test_commands.py",
 }
