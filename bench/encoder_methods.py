@@ -8,7 +8,6 @@ pieces, and the embeddings of as many others are compared with those of the floa
 """
 
 import argparse
-import resource
 import time
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 import fewbit as fb
+from fewbit.cli.progress import peak_memory
 
 from .encoder_activations import PACKAGES, cosines, minilm
 from .facts import headline, save
@@ -50,7 +50,7 @@ def main() -> None:
                 ours = np.asarray(fb.transparent(encode)(tree, compared))
                 row[f"{kind}_error"] = round(float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)), 6)
                 row[f"{kind}_cosine"] = cosines(ours, reference)["mean"]
-            row["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            row["peak_bytes"] = peak_memory()
             rows.append(row)
             print(row, flush=True)
     if options.save:

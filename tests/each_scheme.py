@@ -16,5 +16,5 @@ KINDS = (
 def each_scheme(fast: Sequence[str]) -> pytest.MarkDecorator:
     """A test of every scheme: `fast` in `make test`, one of each kind in `make test-all`, the rest in `make test-long`."""
     marks = dict.fromkeys(fb.SCHEMES.names(), pytest.mark.long) | dict.fromkeys(KINDS, pytest.mark.slow)
-    names = [name if name in fast else pytest.param(name, marks=mark) for name, mark in marks.items()]
-    return pytest.mark.parametrize("name", [*names, *(name for name in fast if name not in marks)])
+    assert set(fast) <= set(marks)
+    return pytest.mark.parametrize("name", [n if n in fast else pytest.param(n, marks=mark) for n, mark in marks.items()])

@@ -111,8 +111,16 @@ DYNAMIC = dataclasses.replace(SMALL, rope_scaling=Dynamic(2.0, 4))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "kv"),
-    [(SMALL, None), (FEATURES, kv_policy("int8")), (LATENT, None), (DYNAMIC, None), (LATENT, kv_policy("int8"))],
-    ids=["plain", "features, int8", "latent", "dynamic", "latent, int8"],
+    [
+        pytest.param(SMALL, None, id="plain"),
+        pytest.param(FEATURES, kv_policy("int8"), id="features, int8"),
+        pytest.param(LATENT, None, id="latent"),
+        pytest.param(LATENT, kv_policy("int8"), id="latent, int8"),
+        pytest.param(DYNAMIC, None, id="dynamic"),
+        pytest.param(SMALL, kv_policy("int8"), id="plain, int8", marks=pytest.mark.long),
+        pytest.param(FEATURES, None, id="features", marks=pytest.mark.long),
+        pytest.param(DYNAMIC, kv_policy("int8"), id="dynamic, int8", marks=pytest.mark.long),
+    ],
 )
 def test_padding_after_a_prompt_changes_nothing(config: DecoderConfig, kv: KVPolicy | None):
     params, tokens = random_params(config), random_tokens(config, 2, 12)

@@ -74,6 +74,7 @@ def test_outliers_of_an_input_are_spread_before_it_is_quantized():
     exact = x @ w
     rotated = hadamard_transform(x), hadamard_transform(w, axis=0)
     np.testing.assert_allclose(rotated[0] @ rotated[1], exact, atol=1e-3)
+    # The amax falls from 50 times a normal number's to 50 / sqrt(192) = 3.6 times, and with it the step: a factor of 14 at most.
     activations = [fb.dequantize(fb.quantize(x, "int8_g192")) - x for x in (x, rotated[0])]
     assert jnp.linalg.norm(activations[1]) < 0.3 * jnp.linalg.norm(activations[0])
     assert error(*rotated) < 0.5 * error(x, w)

@@ -60,7 +60,7 @@ def hadamard(rows: int) -> np.ndarray:
 
     For powers of two it is Sylvester's, symmetric. Other lengths are a product of a power of two and the smallest factor that has a
     construction of Paley's: 12, 20, 28, 36, 44, 60 and so on. Where none has, the odd factor takes the Hartley matrix
-    `cos(2 pi j k / f) + sin(2 pi j k / f)`, whose entries differ in magnitude by up to `sqrt(2)` from their mean.
+    `cos(2 pi j k / f) + sin(2 pi j k / f)`, whose entries are at most `sqrt(2)` times their root mean square.
 
     Args:
         rows: the length, at least 1.
@@ -74,6 +74,7 @@ def hadamard(rows: int) -> np.ndarray:
     return (matrix / np.sqrt(rows)).astype(np.float32)
 
 
+@functools.cache
 def _factors(length: int) -> tuple[int, ...]:
     """The factor that is no power of two, perhaps 1, and powers of two up to 16."""
     if length < 1:

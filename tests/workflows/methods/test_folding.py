@@ -67,8 +67,10 @@ def rounded(model: Model, plan) -> dict[str, QArray]:
             if name != "experts"
         ),
         *(
-            pytest.param(name, AWQScaling(grid=4), id=f"{name}-awq", marks=pytest.mark.slow)
-            for name in ("experts", "latent")
+            pytest.param(name, AWQScaling(grid=4), id=f"{name}-awq", marks=mark)
+            for name, mark in (
+                dict.fromkeys(CONFIGS, pytest.mark.long) | dict.fromkeys(("experts", "latent"), pytest.mark.slow)
+            ).items()
         ),
     ],
 )

@@ -1,8 +1,8 @@
 """Quantizes a decoder's weights by a method, layer by layer.
 
 A calibration text runs through the layers one at a time. The inputs of a layer are the outputs of the quantized layers before
-it, so that its weights are chosen for the inputs that they will multiply. A run with finished parts has the residual streams of
-the whole text, and the quantized layers, on the disk.
+it, so that its weights are chosen for the inputs that they will multiply. One layer is in memory: its weights, its statistics and
+a batch of the text. A run with finished parts has the residual streams of the whole text, and the quantized layers, on the disk.
 """
 
 import dataclasses
