@@ -89,7 +89,8 @@ BAD_FORMS = {
     "no scheme": ({"dtype": "float32", "slack": 0}, "w lacks the field 'scheme'"),
     "no such scheme": ({"scheme": 1, "dtype": "float32", "slack": 0}, "names entry 1 of a table of 1"),
     "dtype": ({"scheme": 0, "dtype": "float99", "slack": 0}, "'float99' is not a dtype"),
-    "whole numbers": ({"scheme": 0, "dtype": "int8", "slack": 0}, "dtype is int8; a QArray has a floating dtype"),
+    "whole numbers": ({"scheme": 0, "dtype": "int8", "slack": 0}, "dtype is .int8.; a QArray has a floating dtype"),
+    "alias": ({"scheme": 0, "dtype": "a", "slack": 0}, "dtype is .a.; a QArray has a floating dtype"),
     "slack": ({"scheme": 0, "dtype": "float32", "slack": "0"}, "slack is '0'; expected int"),
     "nested": ({"scheme": 0, "dtype": "float32", "slack": 0, "scale": 3}, r"w: scale is 3; expected object"),
 }

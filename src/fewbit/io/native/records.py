@@ -1,5 +1,6 @@
 """QArrays in files: named component arrays and a JSON record."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -176,12 +177,11 @@ def _entry(table: list[Any], place: int, where: str) -> Any:
 
 def _dtype(name: str, where: str) -> np.dtype:
     try:
-        dtype = np.dtype(jnp.dtype(name))
+        if re.fullmatch(r"b?float\d+(_\w+)?", name):  # NumPy knows other texts as dtypes, too, and warns about some
+            return np.dtype(jnp.dtype(name))
     except TypeError as error:
         raise QuantError(f"{where}: {name!r:.40} is not a dtype") from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise QuantError(f"{where}: dtype is {name}; a QArray has a floating dtype")
-    return dtype
+    raise QuantError(f"{where}: dtype is {name!r:.40}; a QArray has a floating dtype, such as bfloat16")
 
 
 def weight_info(name: str, form: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> TensorInfo:
