@@ -26,6 +26,9 @@ READERS := mlx==0.32.4 mlx-cpu==0.32.4 nvidia-modelopt==0.47.0 omegaconf==2.4.0 
 LIBTPU := libtpu==0.0.42.1
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
+# Images of containers set this. Without bytecode every process compiles each package it imports: 1.6 s for JAX alone, 0.7 s with it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-all test-fast test-newest newest-environment test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
 .DELETE_ON_ERROR:
 

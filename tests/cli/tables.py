@@ -4,8 +4,8 @@
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -77,13 +77,19 @@ def comparison_of(names: str, width: int) -> str:
     return comparison_table(base, candidates, width=width)
 
 
-def texts() -> Iterator[tuple[str, int, str]]:
-    """Each table's name, width and text."""
-    for width in WIDTHS:
-        for names in ("paths", "hugging-face"):
-            yield f"plan-{names}", width, plan_table(plan_of(names), full=False, width=width)
-            yield f"inspect-{names}", width, inspection_table(inspection_of(names), width=width)
-            yield f"compare-{names}", width, comparison_of(names, width)
+TABLES = {
+    "plan": lambda names, width: plan_table(plan_of(names), full=False, width=width),
+    "inspect": lambda names, width: inspection_table(inspection_of(names), width=width),
+    "compare": comparison_of,
+}
+NAMES = tuple(f"{kind}-{names}" for names in ("paths", "hugging-face") for kind in TABLES)
+
+
+@functools.cache
+def text_of(name: str, width: int) -> str:
+    """The text of the table of a name, at a width."""
+    kind, _, names = name.partition("-")
+    return TABLES[kind](names, width)
 
 
 def path_of(name: str, width: int) -> Path:
@@ -93,5 +99,5 @@ def path_of(name: str, width: int) -> Path:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for name, width, text in texts():
-        path_of(name, width).write_text(text + "\n", encoding="utf-8")
+    for name, width in itertools.product(NAMES, WIDTHS):
+        path_of(name, width).write_text(text_of(name, width) + "\n", encoding="utf-8")
