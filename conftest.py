@@ -37,7 +37,8 @@ CHECKER = """beartype.beartype(conf=beartype.BeartypeConf(
     is_pep484_tower=True,
     hint_overrides=beartype.FrozenDict({beartype.typing.Self: beartype.typing.Any}),
 ))"""
-install_import_hook("fewbit", CHECKER)
+if not jaxtyping_config.jaxtyping_disable:  # JAXTYPING_DISABLE=1: millions of mutated files are read five times as fast
+    install_import_hook("fewbit", CHECKER)
 
 
 # The tests of files, plans and commands compile without LLVM's optimizations, whose numbers other tests are for; the processes
