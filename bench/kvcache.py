@@ -21,6 +21,7 @@ from .facts import save
 
 POLICIES = {
     "int8, head": kv_policy("int8"),
+    "int8, head, int8 queries": kv_policy("int8", int8_queries=True),
     "int8, token": kv_policy("int8", per="token"),
     "fp8, head": kv_policy("fp8"),
     "fp8, token": kv_policy("fp8", per="token"),

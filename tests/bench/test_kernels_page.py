@@ -77,6 +77,7 @@ def attention() -> Iterator[Row]:
     yield "one layer", *dict.fromkeys(r["cache"] for r in rows)
     for task in dict.fromkeys(r["task"] for r in rows):
         yield task, *(f"{r['ratio']:.2f}" for r in rows if r["task"] == task)
+    yield "write after 4096, us", *(f"{r['us']:.0f}" for r in rows if r["task"] == "write after 4096")
 
 
 def generation() -> Iterator[Row]:

@@ -107,8 +107,9 @@ def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     assert kept["cache_bytes"] < sample["cache_bytes"] / 3
     mixed = run("eval", out, "--text", text, "--kv", "int8,int4").stdout
     assert "keys and values quantized: keys int8_narrow per head, values int4_narrow per head" in mixed
-    integers = run("eval", out, "--text", text, "--activations", "int8").stdout
+    integers = run("eval", out, "--text", text, "--activations", "int8", "--kv", "int8").stdout
     assert "int8 with 22 weights; the table of nf4 rounded to int8, by 0.0037 at most" in integers
+    assert "keys and values quantized: int8_narrow per head, int8 queries" in integers
     written = run("generate", out, "The quick ", "--max-tokens", 5)
     assert written.stdout.rstrip("\n") == "The quick " + sample["text"]
     assert f"prefill {sample['prompt_tokens']} tokens at " in written.stderr and ", decode 4 tokens at " in written.stderr

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fewbit as fb
 from fewbit.kernels.attention import attention
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul.cpu.ffi import native_product
@@ -13,6 +14,7 @@ from fewbit.kernels.quantize import dequantize, quantize
 from tests.conformance import array_laws as laws
 from tests.kernels import arm64
 from tests.kernels.attention.cpu.test_backend import POLICIES, SHAPES, cache
+from tests.kernels.attention.test_int8_queries import operands, rounding_of_weights, weights_of
 from tests.kernels.qmatmul.cpu.test_backend import COLS, ROWS, activation, weight
 from tests.kernels.quantize.cpu.test_backend import KINDS, hard
 from tests.kvcache.formula import by_formula
@@ -111,6 +113,13 @@ def test_attention(monkeypatch, tmp_path):
             q, block = cache(policy, shape)
             attention(q, [block], backend="cpu")
             bounds.append(2 * by_formula(q, [block])[1])
+        for shape in ("one token", "odd", "long", "prompt"):
+            q, block = operands(shape)
+            attention(q, [block], backend="cpu")
+            # A weight between two integers goes either way.
+            layer = block.of_layer()
+            rounded = rounding_of_weights(weights_of(q, layer, None, 0.0), layer.values).max()
+            bounds.append(2 * by_formula(fb.dequantize(q), [block])[1] + rounded)
     for got, expected, bound in zip(
         replay(calls, "attention/cpu/attention.cc", tmp_path), calls.results, bounds, strict=True
     ):

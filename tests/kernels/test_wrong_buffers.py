@@ -13,6 +13,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.formats import AbstractFormat
+from fewbit.kernels.attention import QUERIES
 from fewbit.kernels.attention.cpu import backend as attention_cpu
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul.cpu.block_ffi import native_blocks
@@ -85,12 +86,15 @@ def blocks(scheme: str, axis: int = -1, picked: Any = None, sizes: Any = None) -
     native_blocks(x, q, picked, contracts_cols=axis == -1, dtype=jnp.float32, sizes=sizes)
 
 
-def attention(scheme: str | None) -> None:
+def attention(scheme: str | None, *, has_int8_queries: bool = False) -> None:
     """One layer of two, two sequences, three heads of keys, with a window, sinks and a soft cap."""
     shape = (2, 2, 3, 7, 8)
     held = [normal(*shape) if scheme is None else stack(scheme, shape) for _ in range(2)]
+    queries = normal(2, 6, 4, 8)
+    if has_int8_queries:
+        queries = fb.quantize(queries, QUERIES)
     seen = jnp.array([4, 5, 6, 7], jnp.int32)
-    attention_cpu._native(attention_cpu.Cpu(), 2.0, normal(2, 6, 4, 8), normal(6), *held, seen, jnp.int32(1), seen - 3)
+    attention_cpu._native(attention_cpu.Cpu(), 2.0, queries, normal(6), *held, seen, jnp.int32(1), seen - 3)
 
 
 def quantized(scheme: str) -> None:
@@ -125,6 +129,7 @@ CALLS = {
     "blocks, one of a stack": lambda: blocks("q4_1", picked=jnp.array([1], jnp.int32)),
     "attention": lambda: attention(None),
     "attention, int4": lambda: attention("int4"),
+    "attention, int8 queries": lambda: attention("int8", has_int8_queries=True),
     "quantize, uint3": lambda: quantized("uint3_g32"),
     "quantize, nvfp4": lambda: quantized("nvfp4"),
     "encode, nf4": lambda: quantized("nf4_dq"),
@@ -217,8 +222,9 @@ def test_a_cut_buffer_is_refused(call: Call):
         ("pairs in groups", 6, lambda a: a - 1, "integers: size of a group is -1, expected at least 0"),
         ("blocks in groups", 10, lambda a: a[:2], "blocks of integers: number of groups is 2, expected 3"),
         ("pairs", 4, lambda a: a[:, :, :3], "integers: tiles of the scales of the codes is 3, expected 1 or 4"),
-        ("attention, int4", 2, lambda a: a[:, :, :, :3], "attention: positions of the scales is 3, expected 7"),
-        ("attention", 10, lambda a: a[:3], "attention: length of what each token sees is 3, expected 4"),
+        ("attention, int4", 3, lambda a: a[:, :, :, :3], "attention: positions of the scales is 3, expected 7"),
+        ("attention, int8 queries", 1, lambda a: a[:, :3], "attention: number of scales of the queries is 24, expected 48"),
+        ("attention", 11, lambda a: a[:3], "attention: length of what each token sees is 3, expected 4"),
         ("decode, q5_1", 1, lambda a: a[:, :1], "dequantize: number of scales is 2, expected 24"),
     ],
     indirect=["call"],

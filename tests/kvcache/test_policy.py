@@ -38,6 +38,7 @@ def test_a_number_and_its_negative_come_back_alike_by_name(name: str, means: str
         (kv_policy("fp8", per="token"), "e4m3fn per token"),
         (kv_policy("int8", "int4"), "keys int8_narrow per head, values int4_narrow per head"),
         (kv_policy("int4", scale=FORMATS["e8m0"], sees_raw=True), "int4_narrow per head, e8m0 scales, raw within a call"),
+        (kv_policy("int8", int8_queries=True), "int8_narrow per head, int8 queries"),
     ],
 )
 def test_it_says_what_it_is(policy: KVPolicy, text: str):
@@ -80,3 +81,11 @@ def test_unknown_names_are_answered_with_near_ones(name: str, per: str, message:
 def test_schemes_that_cannot_be_folded_are_refused(scheme: str | fb.Scheme, message: str):
     with pytest.raises(QuantError, match=message):
         KVPolicy(fb.scheme("int8"), fb.scheme(scheme))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "name"), [("int8", "int4", "values are int4"), ("fp8", "int8", "keys are e4m3fn")]
+)
+def test_int8_queries_need_int8_keys_and_values(keys: str, values: str, name: str):
+    with pytest.raises(QuantError, match=f"int8 queries need int8 keys and values; the {name}"):
+        kv_policy(keys, values, int8_queries=True)

@@ -16,7 +16,12 @@ from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
 PARAMS = stack_layers(random_params(SMALL))
 TOKENS = random_tokens(SMALL, 2, 13)
-POLICIES = {"int8": kv_policy("int8"), "int4-token": kv_policy("int4", per="token", scale="bfloat16")}
+INTEGERS = kv_policy("int8", int8_queries=True)
+POLICIES = {
+    "int8": kv_policy("int8"),
+    "int4-token": kv_policy("int4", per="token", scale="bfloat16"),
+    "int8 queries": INTEGERS,
+}
 run = jax.jit(forward, static_argnames=("config", "dtype", "kv"))
 
 
@@ -53,6 +58,16 @@ def test_the_error_is_that_of_the_bits(name: str, low: float, high: float):
     # A rounding to n steps of a Gaussian of 8 coordinates errs by about 1 / (sqrt(12) n / 3), n = 127, 16 and 7: 0.7 %,
     # 5 % and 12 %; a mixture of several tokens averages it, three layers add theirs.
     assert low < relative_error(run(PARAMS, TOKENS, SMALL, kv=kv_policy(name)), float_logits()) < high
+
+
+@pytest.mark.slow
+def test_int8_queries_cost_no_more_than_the_cache_itself():
+    """Queries and softmax weights have the steps of the keys and values. A mixed block of raw tokens stays float."""
+    cached, integers = (run(PARAMS, TOKENS, SMALL, kv=kv_policy("int8", int8_queries=flag)) for flag in (False, True))
+    assert 1e-4 < relative_error(integers, cached) < 0.02
+    raw = kv_policy("int8", sees_raw=True, int8_queries=True)
+    logits, _ = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, room=14, kv=raw), SMALL)
+    assert relative_error(logits, float_logits()[:, 5]) < 0.02
 
 
 @pytest.mark.slow

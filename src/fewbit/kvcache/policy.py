@@ -28,9 +28,12 @@ class KVPolicy:
         sees_raw: whether tokens of one call attend to each other's unquantized keys and values (MaxText's prefill), and to
             earlier calls' quantized ones. False: always to quantized ones, so that the result does not depend on how a
             prompt is split into calls.
+        int8_queries: whether decoders quantize their queries to int8, so that attention multiplies integers; keys and values
+            must be int8.
 
     Raises:
-        QuantError: for a scheme whose scales cannot be folded, or that needs more than codes and scales.
+        QuantError: for a scheme whose scales cannot be folded, or that needs more than codes and scales; for int8 queries
+            where keys or values are not int8.
 
     >>> print(kv_policy("int8"))
     int8_narrow per head
@@ -39,11 +42,15 @@ class KVPolicy:
     keys: Scheme
     values: Scheme
     sees_raw: bool = False
+    int8_queries: bool = False
 
     def __post_init__(self) -> None:
         for name in ("keys", "values"):
-            if reason := _unfit(getattr(self, name)):
+            scheme = getattr(self, name)
+            if reason := _unfit(scheme):
                 raise QuantError(f"the scheme of the {name} {reason}")
+            if self.int8_queries and scheme.format != FORMATS["int8_narrow"]:
+                raise QuantError(f"int8 queries need int8 keys and values; the {name} are {scheme.format.name}")
 
     def __str__(self) -> str:
         text, values = _words(self.keys), _words(self.values)
@@ -51,6 +58,8 @@ class KVPolicy:
             text = f"keys {text}, values {values}"
         if self.sees_raw:
             text += ", raw within a call"
+        if self.int8_queries:
+            text += ", int8 queries"
         return text
 
 
@@ -61,6 +70,7 @@ def kv_policy(
     per: str = "head",
     scale: AbstractFormat | DTypeLike = "float32",
     sees_raw: bool = False,
+    int8_queries: bool = False,
 ) -> KVPolicy:
     """The policy of a format; scales map amax to the format's largest number.
 
@@ -71,12 +81,14 @@ def kv_policy(
         per: `"head"`: a scale for each token and head (MaxText's `dkv`); `"token"`: for each token (`heads_and_dkv`).
         scale: the dtype of the scales: float32, bfloat16, float16, or a Format.
         sees_raw: as in `KVPolicy`.
+        int8_queries: as in `KVPolicy`.
 
     Returns:
         The policy.
 
     Raises:
-        QuantError: for an unknown name, with the nearest ones, or for a format without negative and positive numbers.
+        QuantError: for an unknown name, with the nearest ones, or for a format without negative and positive numbers; for
+            int8 queries of other keys or values than int8.
 
     >>> print(kv_policy("int8", "int4", per="token", scale="bfloat16"))
     keys int8_narrow per token, bfloat16 scales, values int4_narrow per token, bfloat16 scales
@@ -86,7 +98,7 @@ def kv_policy(
     if values is None:
         values = keys
     schemes = [Scheme(_format(f), _TILES[per], scale=scale) for f in (keys, values)]
-    return KVPolicy(*schemes, sees_raw=sees_raw)
+    return KVPolicy(*schemes, sees_raw=sees_raw, int8_queries=int8_queries)
 
 
 def _format(spec: str | AbstractFormat) -> AbstractFormat:

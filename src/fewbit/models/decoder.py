@@ -26,8 +26,9 @@ from jaxtyping import Array, Float, Int
 
 from ..errors import QuantError
 from ..kernels.attention.dispatch import attention
-from ..kernels.attention.problem import Block, seen_positions, window_start
+from ..kernels.attention.problem import QUERIES, Block, seen_positions, window_start
 from ..kernels.quantize.dispatch import quantize
+from ..kvcache.cache import QuantizedCache
 from ..kvcache.policy import KVPolicy
 from .cache import AnyCache
 from .config import DecoderConfig
@@ -231,6 +232,7 @@ def _block(
     else:
         rotations = LayerRotations(config, cache.length, T, max(cache.room, T), length)
     windows = _Windows(config)
+    policy = cache.policy if isinstance(cache, QuantizedCache) else kv
     is_absorbed = config.latent is not None and (config.latent.split or cache is not None or kv is not None)
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
@@ -244,6 +246,8 @@ def _block(
             if kv is not None:
                 k, v = quantize(k, kv.keys), quantize(v, kv.values)
             blocks = (Block(k, v, seen, first=window_start(seen, window)),)
+        if policy is not None and policy.int8_queries:
+            q = quantize(q, QUERIES)
         mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
         mixed = _values(mixed, attn, config, is_absorbed).swapaxes(1, 2).reshape(*x.shape[:2], -1)
         x = x + _after(plus_bias(linear(mixed, attn["o"]), attn, "o"), attn, config)

@@ -60,8 +60,10 @@ def activation_kind(text: str | None) -> bool:
     return True
 
 
-def cache_policy(kv: str | None, per: str | None) -> KVPolicy | None:
+def cache_policy(kv: str | None, per: str | None, *, int8_activations: bool = False) -> KVPolicy | None:
     """The policy of a KV cache, from the text of two options: schemes as in "int8" or "int8,int4", and what shares a scale.
+
+    With int8 activations the queries of an int8 cache are int8, too.
 
     Raises:
         QuantError: for a scheme that a KV cache does not take, or a second text without the first.
@@ -71,7 +73,7 @@ def cache_policy(kv: str | None, per: str | None) -> KVPolicy | None:
     if kv is None:
         return None
     schemes = [scheme.strip() for scheme in kv.split(",", 1)]
-    return kv_policy(*schemes, per=per or "head")
+    return kv_policy(*schemes, per=per or "head", int8_queries=int8_activations and set(schemes) == {"int8"})
 
 
 def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:

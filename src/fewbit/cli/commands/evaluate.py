@@ -74,14 +74,15 @@ def evaluate(
     from ...workflows.activations import activation_kind, cache_policy
     from ..run_report import show_evaluation
 
+    int8_activations = activation_kind(activations)
     show_evaluation(
         path,
         against,
         text=text,
         tokens=tokens,
         window=window,
-        kv=cache_policy(kv, kv_scale),
-        int8_activations=activation_kind(activations),
+        kv=cache_policy(kv, kv_scale, int8_activations=int8_activations),
+        int8_activations=int8_activations,
         engine=engine,
         inputs=inputs,
         json=json,
@@ -157,7 +158,8 @@ def generate(
     from ...workflows.load import load
     from ..console import emit_json, note, say, say_part
 
-    policy, int8_activations = cache_policy(kv, kv_scale), activation_kind(activations)
+    int8_activations = activation_kind(activations)
+    policy = cache_policy(kv, kv_scale, int8_activations=int8_activations)
     sample = generate_text(
         load(path),
         prompt,

@@ -3,6 +3,7 @@
 from .cpu.backend import Cpu as Cpu
 from .dispatch import BACKENDS as BACKENDS
 from .dispatch import attention as attention
+from .problem import QUERIES as QUERIES
 from .problem import AttentionProblem as AttentionProblem
 from .problem import Block as Block
 from .problem import seen_positions as seen_positions

@@ -1,13 +1,15 @@
 """Attention: selects the backend and calls it."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
+from ...array.qarray import QArray
 from ..backend import AbstractBackend, Backends, select
 from ..lowering import require_platform
 from .cpu.backend import Cpu
-from .problem import AttentionProblem, Block
+from .problem import AttentionProblem, Block, Queries
 from .reference import Reference
 
 BACKENDS = Backends("attention", Cpu(), Reference())
@@ -15,7 +17,7 @@ BACKENDS = Backends("attention", Cpu(), Reference())
 
 
 def attention(
-    q: Float[Array, "B H T h"],
+    q: Queries,
     blocks: Sequence[Block],
     *,
     sinks: Float[Array, " H"] | None = None,
@@ -28,8 +30,12 @@ def attention(
     scales, relative to the largest of them so that float16 does not overflow, and rounds them to the dtype of `q`; the C++
     kernel rounds only the result. Derivatives are the reference's.
 
+    Queries that are quantized by `QUERIES` multiply int8 keys in integers, with exact sums. The softmax weights, times the
+    values' scales, are then rounded to int8 as well, with one scale for each 64 positions (those of a multiple of 64 on), and
+    multiply int8 values in integers. Blocks of floats take the dequantized queries. There is no derivative.
+
     Args:
-        q: the queries, `G = H / K` of them for each key head.
+        q: the queries, `G = H / K` of them for each key head: floats, or `fb.quantize(q, QUERIES)`.
         blocks: the positions to attend to. A token that attends to none of them gets NaN.
         sinks: for each head one more logit of its softmax, whose value is 0 (gpt-oss).
         soft_cap: replaces logits by `soft_cap tanh(logits / soft_cap)` (Gemma 2); 0: none.
@@ -40,7 +46,8 @@ def attention(
         The attention output, in the dtype of `q`.
 
     Raises:
-        QuantError: when the key heads do not divide the heads, or the shapes of the operands do not match.
+        QuantError: when the key heads do not divide the heads, the shapes of the operands do not match, or quantized queries
+            have another scheme, or meet keys or values quantized to anything but int8 (from -127 to 127).
         UnsupportedError: when the named backend does not support the operands or the platform.
 
     >>> k = jnp.ones((1, 1, 2, 4))
@@ -51,6 +58,8 @@ def attention(
     """
     problem = AttentionProblem.of(q, blocks, sinks, soft_cap)
     chosen = select(BACKENDS, problem, backend).backend
-    if backend is not None:
+    if backend is not None and isinstance(q, QArray):
+        q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, BACKENDS.kind))
+    elif backend is not None:
         q = require_platform(q, chosen, BACKENDS.kind)
     return chosen.run(problem, q, blocks, sinks)

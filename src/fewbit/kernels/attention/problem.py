@@ -10,11 +10,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ...array.qarray import QArray
+from ...array.scheme import Scheme
 from ...array.validity import refuse_invalid
 from ...errors import QuantError
+from ...formats.format import FORMATS
 from ..qmatmul.problem import Operand
 
 KVValues: TypeAlias = Float[Array, "*L B K S h"] | QArray
+Queries: TypeAlias = Float[Array, "B H T h"] | QArray
+QUERIES = Scheme(FORMATS["int8_narrow"], {...: 1, -1: None})
+"""The scheme of quantized queries: int8 from -127 to 127, one float32 scale for each head of a token."""
 H = TypeVar("H")
 
 
@@ -36,11 +41,16 @@ class Block:
     layer: Int[Array, ""] | int | None = None
     first: Int[Array, " T"] | None = None
 
-    def refuse_unless_it_fits(self, q: Float[Array, "B H T h"]) -> None:
+    def refuse_unless_it_fits(self, q: Queries) -> None:
         """Raises a QuantError where the shapes do not match; a kernel would read out of bounds."""
         for name in ("keys", "values"):
             if isinstance(value := getattr(self, name), QArray):
                 refuse_invalid(value, f"the QArray of {name}")
+                if isinstance(q, QArray) and value.scheme.format != QUERIES.format:
+                    raise QuantError(
+                        f"the queries are int8 and the {name} {value.scheme.format.name}; products of integers need "
+                        f"{QUERIES.format.name}, as of kv_policy('int8')"
+                    )
         keys = self.keys.shape if self.layer is None else self.keys.shape[1:]  # [B, K, S, h]
         if len(keys) != 4 or keys[0] != q.shape[0] or not keys[1] or q.shape[1] % keys[1] or keys[-1] != q.shape[-1]:
             raise QuantError(
@@ -109,7 +119,7 @@ class AttentionProblem:
     """What a backend needs to decide whether it supports an attention call.
 
     Attributes:
-        q: the queries, `[B, H, T, h]`.
+        q: the queries, `[B, H, T, h]`; quantized ones have the scheme `QUERIES`.
         keys: of each block.
         values: of each block.
         has_layers: for each block whether it is a layer of a cache.
@@ -129,7 +139,7 @@ class AttentionProblem:
     @classmethod
     def of(
         cls,
-        q: Float[Array, "B H T h"],
+        q: Queries,
         blocks: Sequence[Block],
         sinks: Float[Array, " H"] | None = None,
         soft_cap: float = 0.0,
@@ -137,8 +147,13 @@ class AttentionProblem:
         """The problem of these operands.
 
         Raises:
-            QuantError: when shapes do not match, or the soft cap is negative.
+            QuantError: when shapes do not match, the soft cap is negative, or quantized queries have another scheme than
+                `QUERIES` or meet quantized keys or values that are not int8.
         """
+        if isinstance(q, QArray):
+            refuse_invalid(q, "the QArray of queries")
+            if dataclasses.replace(q.scheme, calibration=QUERIES.calibration) != QUERIES:
+                raise QuantError(f"the queries are {q.scheme.name}; quantize them with fewbit.kernels.attention.QUERIES")
         if not soft_cap >= 0:
             raise QuantError(f"soft_cap is {soft_cap}, must be positive, or 0 for none")
         if sinks is not None and sinks.shape != q.shape[1:2]:

@@ -7,7 +7,8 @@ weights of the product over tokens:
     weights . (v_codes * v_scale) = (weights * v_scale) . v_codes    [B, K, G T, h]
 
 That is one multiplication for each query and token instead of one for each element of the cache. Codes are cast to the
-compute dtype, which represents integers and minifloats exactly.
+compute dtype, which represents integers and minifloats exactly. Queries in int8 are multiplied with codes in int8, and so are
+softmax weights, rounded for `RUN` positions at a time.
 
 Dimension letters: B batch, H heads, K key heads, G = H / K, T new tokens, S positions of the cache, h head width.
 """
@@ -20,14 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int8, Num, PyTree
 
 from ...array.packing import unpack
 from ...array.qarray import QArray
-from ...array.quantize import scale_values
+from ...array.quantize import dequantized, scale_values
 from ...formats.format import exponent_of, power_of_two
 from ..backend import AbstractBackend
-from .problem import AttentionProblem, Block, KVValues
+from .problem import AttentionProblem, Block, KVValues, Queries
+
+RUN = 64
+"""How many positions share a scale of softmax weights in int8."""
 
 
 class Reference(AbstractBackend[AttentionProblem]):
@@ -43,7 +47,7 @@ class Reference(AbstractBackend[AttentionProblem]):
 
 
 def attended(
-    q: Float[Array, "B H T h"],
+    q: Queries,
     blocks: Sequence[Block],
     sinks: Float[Array, " H"] | None = None,
     *,
@@ -62,15 +66,23 @@ def attended(
     mixed, start = [], 0
     for block in blocks:
         end = start + block.keys.shape[2]
-        mixed.append(_mixed(lax.slice_in_dim(weights, start, end, axis=-1), block, q.dtype))
+        of_block = lax.slice_in_dim(weights, start, end, axis=-1)
+        mixed.append(_mixed(of_block, block, q.dtype, are_integers=isinstance(q, QArray)))
         start = end
     return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(B, H, T, h)
 
 
-def _scores(grouped: Array, block: Block, T: int, soft_cap: float) -> Float[Array, "B K G T S"]:
+def _scores(grouped: Array | QArray, block: Block, T: int, soft_cap: float) -> Float[Array, "B K G T S"]:
     """The scaled products of queries and keys, with the soft cap, -inf at masked positions."""
     B, K, rows, h = grouped.shape
-    product = _product(grouped, _numbers(block.keys, grouped.dtype), 3).reshape(B, K, rows // T, T, -1)
+    if isinstance(grouped, QArray) and not isinstance(block.keys, QArray):
+        grouped = dequantized(grouped, grouped.dtype)
+    if isinstance(grouped, QArray):
+        sums = _product(_int8(grouped), _int8(block.keys), 3).astype(jnp.float32)
+        product = sums * jnp.broadcast_to(scale_values(grouped), sums.shape)
+    else:
+        product = _product(grouped, _numbers(block.keys, grouped.dtype), 3)
+    product = product.reshape(B, K, rows // T, T, -1)
     factor = h**-0.5
     if isinstance(block.keys, QArray):
         factor = _token_scales(block.keys) * factor
@@ -89,8 +101,17 @@ def _is_seen(block: Block, S: int) -> Bool[Array, "T S"]:
     return is_seen
 
 
-def _mixed(weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike) -> Float[Array, "B K R h"]:
-    """`weights . values` in float32; masked positions add nothing, even where they are NaN or infinite."""
+def _mixed(
+    weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike, *, are_integers: bool
+) -> Float[Array, "B K R h"]:
+    """`weights . values` in float32; masked positions add nothing, even where they are NaN or infinite.
+
+    Args:
+        weights: the softmax weights.
+        block: the positions.
+        dtype: the dtype of the product's operands.
+        are_integers: whether weights are rounded to int8, for quantized values.
+    """
     B, K, G, T, S = weights.shape
     values, unit, may_be_odd = _numbers(block.values, dtype), None, True
     odd: list[Array] = []
@@ -100,20 +121,43 @@ def _mixed(weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike) -
         is_nan = ~jnp.isfinite(scale[:, :, 0, 0, :, None])  # [B, J, S, 1]
         odd.append(jnp.where(is_nan, jnp.nan, 0.0))
         scale = jnp.where(_counts(scale, block), scale, 0.0)
-        # A power of two, so that it changes no rounding, and what is written later changes no bit of what is read now.
-        unit = power_of_two(jnp.clip(exponent_of(jnp.max(scale, axis=-1, keepdims=True)), -126, 126))
-        weights = weights * (scale / unit)
+        if are_integers:
+            values = _int8(block.values)
+        else:
+            # A power of two, so that it changes no rounding, and what is written later changes no bit of what is read now.
+            unit = power_of_two(jnp.clip(exponent_of(jnp.max(scale, axis=-1, keepdims=True)), -126, 126))
+            scale = scale / unit
+        weights = weights * scale
     if may_be_odd:
         odd.insert(0, values.astype(jnp.float32))  # a scale that is NaN comes last, for it makes NaN of infinities too
         counts = _counts(values.swapaxes(-1, -2), block).swapaxes(-1, -2)
         values = jnp.where(counts, values, jnp.zeros_like(values))
-    mixed = _product(weights.astype(dtype).reshape(B, K, G * T, S), values, 2)
+    weights = weights.reshape(B, K, G * T, S)
+    if values.dtype == jnp.int8:
+        mixed = _int8_mixed(weights, values)
+    else:
+        mixed = _product(weights.astype(dtype), values, 2)
     if unit is not None:
         mixed = mixed * unit[:, :, 0]
     if T > 1:
         for numbers in odd:
             mixed = _with_odd_values(mixed, numbers, block, G)
     return mixed
+
+
+def _int8_mixed(weights: Float[Array, "B K R S"], values: Int8[Array, "B K S h"]) -> Float[Array, "B K R h"]:
+    """`weights . values` with weights rounded to int8 for `RUN` positions at a time, added in float32 from the first run on."""
+    B, K, R, S = weights.shape
+    runs = -(-S // RUN)
+    weights = jnp.pad(weights, [(0, 0)] * 3 + [(0, runs * RUN - S)]).reshape(B, K, R, runs, RUN)
+    values = jnp.pad(values, [(0, 0)] * 2 + [(0, runs * RUN - S), (0, 0)]).reshape(B, K, runs, RUN, -1)
+    highest = jnp.max(weights, axis=-1, keepdims=True)
+    shares = weights / jnp.where(highest > 0, highest, 1.0)
+    codes = jnp.round(shares * 127).astype(jnp.int8)
+    numbers = (((4,), (3,)), ((0, 1, 3), (0, 1, 2)))
+    sums = lax.dot_general(codes, values, numbers, preferred_element_type=jnp.int32)  # [B, K, runs, R, h]
+    unit = jnp.where(jnp.isfinite(highest), highest / 127, jnp.nan)
+    return jnp.sum(sums.astype(jnp.float32) * unit.swapaxes(2, 3), axis=2)
 
 
 def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:
@@ -159,17 +203,23 @@ def _numbers(x: KVValues, dtype: DTypeLike) -> Float[Array, "B K S h"]:
     return fmt.decode(unpack(x.codes, fmt.bits, x.shape[-1], x.scheme.packing), dtype)
 
 
+def _int8(x: QArray) -> Int8[Array, "B K S h"]:
+    """The codes of int8, as integers."""
+    return lax.bitcast_convert_type(x.codes, jnp.int8)
+
+
 def _token_scales(x: QArray) -> Float[Array, "B J 1 1 S"]:
     """The scales in the layout of scores and weights; J is K, or 1 when all heads share them."""
     scale = scale_values(x)  # [B, J, S, 1]
     return scale.reshape(*scale.shape[:2], 1, 1, scale.shape[2])
 
 
-def _product(lhs: Array, rhs: Array, over: int) -> Float[Array, "B K M N"]:
-    """The batched product over the last axis of `lhs` and axis `over` of `rhs`, float32.
+def _product(lhs: Array, rhs: Array, over: int) -> Num[Array, "B K M N"]:
+    """The batched product over the last axis of `lhs` and axis `over` of `rhs`, in float32, or int32 for int8.
 
     Float32 operands are multiplied at the highest precision, which is not the default on accelerators.
     """
     precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
     numbers = (((3,), (over,)), ((0, 1), (0, 1)))
-    return lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=jnp.float32)
+    summed = jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32
+    return lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=summed)

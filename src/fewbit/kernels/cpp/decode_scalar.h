@@ -55,17 +55,18 @@ static const uint8_t* CodesOfRow(const Weight& w, int64_t r, int64_t c0, int64_t
 
 // The numbers of n codes; `out` has room for 64 more.
 static void ValuesOf(const Weight& w, const uint8_t* codes, int64_t n, float* out) {
-  const int spare = 8 - w.bits;
-  if (w.kind == Codes::kSigned) {
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(static_cast<int8_t>(codes[i] << spare) >> spare);
-    return;
-  }
-  if (w.kind == Codes::kUnsigned) {
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(codes[i]);
+  int64_t i = 0;
+  if (w.kind == Codes::kSigned || w.kind == Codes::kUnsigned) {
+    const int spare = w.kind == Codes::kSigned ? 32 - w.bits : 0;  // a shift to the top and back extends the sign
+    for (; i + kLanes <= n; i += kLanes) {
+      B bytes;
+      __builtin_memcpy(&bytes, codes + i, sizeof bytes);
+      Store(out + i, __builtin_convertvector((I)((U)ToInts(bytes) << spare) >> spare, V));
+    }
+    for (; i < n; ++i) out[i] = static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(codes[i]) << spare) >> spare);
     return;
   }
   const float* table = w.values;
-  int64_t i = 0;
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
   const V t0 = Load(table), t1 = Load(table + 16), t2 = Load(table + 32), t3 = Load(table + 48);
   for (; i + 16 <= n && w.bits <= 6; i += 16) {
@@ -143,10 +144,15 @@ static void DecodeRow(const Weight& w, int64_t r, int64_t c0, int64_t n, RowScra
     // A vector may reach beyond its tile; what it writes there is overwritten by the next tile.
     for (int64_t tile = 0; tile < count; ++tile) {
       const int64_t begin = (first + tile) * w.col_tile - c0, stop = begin + w.col_tile;
-      const V scale = Same(s.scale[tile]), zero = Same(w.role == Zero::kNone ? 0.0f : s.zero[tile]);
-      for (int64_t i = begin < 0 ? 0 : begin; i < (stop < n ? stop : n); i += kLanes) {
-        Store(out + i, Scaled(w.role, Load(s.values + i), scale, zero));
+      const int64_t from = begin < 0 ? 0 : begin, to = stop < n ? stop : n;
+      const V scale = Same(s.scale[tile]);
+      const float* values = s.values;
+      if (w.role == Zero::kNone) {
+        for (int64_t i = from; i < to; i += kLanes) Store(out + i, Mul(Load(values + i), scale));
+        continue;
       }
+      const V zero = Same(s.zero[tile]);
+      for (int64_t i = from; i < to; i += kLanes) Store(out + i, Scaled(w.role, Load(values + i), scale, zero));
     }
   }
   for (int64_t i = n; i % kLanes != 0; ++i) out[i] = 0.0f;

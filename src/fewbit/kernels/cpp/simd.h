@@ -25,7 +25,7 @@ typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t B __attribute__((vector_size(kLanes)));
 
-// Min and Max are b where a is NaN. MulAdd rounds once where the processor has fused operations; Fma and Fnma everywhere.
+// ToInts and ToBytes are conversions for which GCC takes each lane out of its register. Min and Max are b where a is NaN. MulAdd rounds once where the processor has fused operations; Fma and Fnma everywhere.
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 INLINE V Load(const float* p) { return _mm512_loadu_ps(p); }
 INLINE void Store(float* p, V v) { _mm512_storeu_ps(p, v); }
@@ -43,6 +43,7 @@ INLINE I Min(I a, I b) { return (I)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 INLINE I Max(I a, I b) { return (I)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE V FromHalf(H h) { return _mm512_cvtph_ps((__m256i)h); }
 INLINE H ToHalf(V x) { return (H)_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE I ToInts(B bytes) { return (I)_mm512_cvtepu8_epi32((__m128i)bytes); }
 INLINE B ToBytes(I x) { return (B)_mm512_cvtepi32_epi8((__m512i)x); }
 INLINE H ToShorts(I x) { return (H)_mm512_cvtepi32_epi16((__m512i)x); }
 INLINE bool IsAny(I mask) { return _mm512_movepi32_mask((__m512i)mask) != 0; }
@@ -67,6 +68,11 @@ INLINE I Max(I a, I b) { return (I)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 INLINE V FromHalf(H h) { return _mm256_cvtph_ps((__m128i)h); }
 INLINE H ToHalf(V x) { return (H)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE bool IsAny(I mask) { return _mm256_movemask_ps((V)mask) != 0; }
+INLINE I ToInts(B bytes) { return (I)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes)); }
+INLINE B ToBytes(I x) {
+  const __m256i each = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0C080400));  // four bytes in every word of a half
+  return (B)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(each), _mm256_extracti128_si256(each, 1)));
+}
 #else
 INLINE V Load(const float* p) { V v; __builtin_memcpy(&v, p, sizeof v); return v; }
 INLINE void Store(float* p, V v) { __builtin_memcpy(p, &v, sizeof v); }
@@ -107,8 +113,9 @@ INLINE bool IsAny(I mask) {
   for (int i = 0; i < kLanes; ++i) any |= mask[i];
   return any != 0;
 }
-#endif
+INLINE I ToInts(B bytes) { return __builtin_convertvector(bytes, I); }
 INLINE B ToBytes(I x) { return __builtin_convertvector(x, B); }
+#endif
 INLINE H ToShorts(I x) { return __builtin_convertvector(x, H); }
 INLINE int32_t LargestLane(I v) {
   int32_t largest = v[0];

@@ -7,6 +7,9 @@
 // and decoded once for all of them. Floats are transposed in place; the codes of 64 positions are decoded as one row
 // where no padding separates them.
 //
+// Queries that are quantized to int8 multiply int8 keys in integers, and the weights of the softmax, rounded to int8 for 64 positions
+// at a time, multiply int8 values: vpdpbusd on words of four codes instead of decoding each code (int8_products.h).
+//
 // Online softmax (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): weights are relative to the running
 // maximum, and sums are rescaled when it grows. Scores of 64 positions at a time are in memory, no more. Positions masked for all
 // rows of a chunk are not read: half of them in prefill, the unwritten part of the cache, and what is before a sliding window.
@@ -99,7 +102,7 @@ struct Cache {
   }
 };
 
-static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer key_scale,
+static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer q_scale, ffi::AnyBuffer keys, ffi::AnyBuffer key_scale,
                             ffi::BufferR1<ffi::F32> key_table, ffi::BufferR1<ffi::F32> key_numbers, ffi::AnyBuffer values,
                             ffi::AnyBuffer value_scale, ffi::BufferR1<ffi::F32> value_table,
                             ffi::BufferR1<ffi::F32> value_numbers, ffi::BufferR1<ffi::S32> first, ffi::BufferR1<ffi::S32> seen,
@@ -109,8 +112,9 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   const auto shape = q.dimensions();
   Float kind;
   Checks checks("attention");
-  checks.That(shape.size() == 4 && FloatOf(q.element_type(), &kind) && out->element_type() == q.element_type(),
-              "queries and result must be [B, H, T, width] of float32, bfloat16 or float16");
+  const bool is_int8 = q.element_type() == ffi::U8;
+  checks.That(shape.size() == 4 && FloatOf(out->element_type(), &kind) && (is_int8 || out->element_type() == q.element_type()),
+              "queries and result must be [B, H, T, width] of float32, bfloat16 or float16; queries may be int8 codes");
   checks.Within("level", level, -1, 2);
   if (!checks.Equal("axes of the result", static_cast<int64_t>(out->dimensions().size()), 4)) return checks.error();
   const int64_t batch = shape[0], tokens = shape[2], width = shape[3];
@@ -122,6 +126,13 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
     checks.Equal("an axis of the result", out->dimensions()[axis], shape[axis]);
     checks.Equal("an axis of the values", values.dimensions()[axis], keys.dimensions()[axis]);
   }
+  checks.That(q_scale.element_type() == ffi::F32, "scales of the queries must be float32");
+  const int64_t q_rows = batch * shape[1] * tokens;
+  checks.Equal("number of scales of the queries", static_cast<int64_t>(q_scale.element_count()), is_int8 ? q_rows : 0);
+  const auto is_int8_too = [](const Cache& c) {
+    return c.of_head.is_coded && c.of_head.codes.bits == 8 && c.of_head.codes.kind == Codes::kSigned;
+  };
+  checks.That(!is_int8 || (is_int8_too(k) && is_int8_too(v)), "keys and values of int8 queries must be int8");
   checks.AtLeast("number of layers", keys.dimensions()[0], 1);
   checks.Equal("batch of the keys", k.batch, batch);
   checks.That(k.heads > 0 && shape[1] % k.heads == 0, "the heads of the keys must divide those of the queries");
@@ -143,7 +154,7 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
     begin = any.First(t) < begin ? any.First(t) : begin;
     most = any.Seen(t) > most ? any.Seen(t) : most;
   }
-  begin = begin < most ? begin : most;
+  begin = (begin < most ? begin : most) / 64 * 64;  // the weights of 64 positions are rounded together: the same 64 in every call
 
   constexpr int64_t kRowsOfChunk = 96, kRun = 512;
   const int64_t blocks = (rows + kRowsOfChunk - 1) / kRowsOfChunk;
@@ -165,7 +176,9 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
     const int64_t r0 = block * kRowsOfChunk, count = rows - r0 < kRowsOfChunk ? rows - r0 : kRowsOfChunk;
     Head one = any;
     one.keys = k.At(at, head / heads, head % heads), one.values = v.At(at, head / heads, head % heads);
-    one.queries = static_cast<const char*>(q.untyped_data()) + head * rows * width * SizeOf(kind);
+    one.queries = static_cast<const char*>(q.untyped_data()) + head * rows * width * (is_int8 ? 1 : SizeOf(kind));
+    one.query_codes = is_int8 ? static_cast<const int8_t*>(one.queries) : nullptr;
+    one.query_scale = is_int8 ? q_scale.typed_data<float>() + head * rows : nullptr;
     int64_t end = 0;
     for (int64_t r = r0; r < r0 + count; ++r) end = one.Seen(r) > end ? one.Seen(r) : end;
     if (parts > 1 && end > begin + (part + 1) * kRun) end = begin + (part + 1) * kRun;
@@ -187,7 +200,8 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
 XLA_FFI_DEFINE_HANDLER(attention, Attention,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()           // queries [B, H, T, width]
+                           .Arg<ffi::AnyBuffer>()           // queries [B, H, T, width], or their codes
+                           .Arg<ffi::AnyBuffer>()           // their scales [B, H, T, 1], if they are codes
                            .Arg<ffi::AnyBuffer>()           // keys [L, B, K, S, width], or their codes [L, B, K, S, bytes]
                            .Arg<ffi::AnyBuffer>()           // their scales [L, B, K or 1, S, 1], if they are codes
                            .Arg<ffi::BufferR1<ffi::F32>>()  // the numbers of stored scales, if they are bytes

@@ -15,7 +15,7 @@ from ...extension import device_refusal, extension
 from ...lowering import on_platform
 from ...qmatmul.cpu.ffi import LEVELS, code_values, flat, scale_buffers
 from ...qmatmul.problem import Operand
-from ..problem import AttentionProblem, Block, KVValues
+from ..problem import AttentionProblem, Block, KVValues, Queries
 from ..reference import attended
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -51,7 +51,7 @@ class Cpu(AbstractBackend[AttentionProblem]):
         q, (block,), sinks = operands
         layer = None if block.layer is None else jnp.int32(block.layer)
 
-        def reference(q: jax.Array, sinks: jax.Array | None, *parts: PyTree) -> jax.Array:
+        def reference(q: Queries, sinks: jax.Array | None, *parts: PyTree) -> jax.Array:
             return attended(q, [Block(*parts)], sinks, soft_cap=problem.soft_cap)
 
         native = functools.partial(_native, self, problem.soft_cap)
@@ -61,7 +61,7 @@ class Cpu(AbstractBackend[AttentionProblem]):
 def _native(
     backend: Cpu,
     soft_cap: float,
-    q: jax.Array,
+    q: Queries,
     sinks: jax.Array | None,
     keys: KVValues,
     values: KVValues,
@@ -76,8 +76,11 @@ def _native(
     value_buffers, value_words = _buffers("value", values)
     call = jax.ffi.ffi_call("fewbit_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), vmap_method="sequential")
     first, sinks = flat(first, jnp.int32), flat(sinks, jnp.float32).astype(jnp.float32)
+    queries = (q.codes, q.scale) if isinstance(q, QArray) else (q, jnp.zeros(0, jnp.float32))
     words = {"soft_cap": np.float32(soft_cap), "level": np.int64(LEVELS.index(backend.isa) if backend.isa else -1)}
-    return call(q, *key_buffers, *value_buffers, first, seen, sinks, layer.reshape(1), **words, **key_words, **value_words)
+    return call(
+        *queries, *key_buffers, *value_buffers, first, seen, sinks, layer.reshape(1), **words, **key_words, **value_words
+    )
 
 
 def _refused(name: str, operand: Operand) -> str | None:

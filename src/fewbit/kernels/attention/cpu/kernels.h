@@ -4,7 +4,11 @@
 #include "cpp/decode_scalar.h"
 #include "cpp/microkernel.h"
 #include "cpp/transpose.h"
-#include "cpp/exp.h"
+#include "exp.h"
+#include "cpp/bytes_simd.h"
+#include "step.h"
+#include "float_products.h"
+#include "int8_products.h"
 #include "attend.h"
 
 Kernels GetKernels() { return {Attend, ScratchOf, Join, kAtOnce}; }

@@ -22,6 +22,8 @@ struct Head {
   int64_t width, positions;
   const void* queries;  // [rows, width]; row r is token r % tokens
   Float kind;
+  const int8_t* query_codes;  // the queries in int8, or none: then keys and values are int8, too, and products are of integers
+  const float* query_scale;   // of each row of codes
   int64_t tokens;
   const int32_t *first, *seen;  // each token sees the positions from the first one to before `seen`; no `first`: from 0 on
   float cap;                    // a score x becomes cap * tanh(x / cap); 0: it stays

@@ -52,11 +52,7 @@ INLINE V NumbersOf(const Decoding& d, const uint8_t* codes, int64_t some) {
   } else {
     for (int i = 0; i < kLanes; ++i) bytes[i] = codes[i < some ? i : 0];
   }
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-  const I index = (I)_mm512_cvtepu8_epi32((__m128i)bytes);
-#else
-  const I index = __builtin_convertvector(bytes, I);
-#endif
+  const I index = ToInts(bytes);
   if (d.whole_shift >= 0) {
     return __builtin_convertvector((index << d.whole_shift) >> d.whole_shift, V) * Same(d.values[1]);
   }

@@ -3,6 +3,7 @@
 #include "cpp/simd.h"
 #include "cpp/decode_scalar.h"
 #include "cpp/transpose.h"
+#include "cpp/bytes_simd.h"
 #include "int8_simd.h"
 #include "gemv_rows.h"
 #include "decode_bytes.h"
