@@ -161,8 +161,8 @@ def test_a_block_of_floats_takes_the_dequantized_queries():
 def test_other_schemes_are_refused():
     q, block = operands("odd")
     other = fb.quantize(fb.dequantize(q), "int8")
-    with pytest.raises(QuantError, match="the queries are int8.*quantize them with .*QUERIES"):
+    with pytest.raises(QuantError, match=r"the queries are int8.*quantize them with .*QUERIES"):
         AttentionProblem.of(other, [block])
     coarse = dataclasses.replace(block, values=fb.quantize(fb.dequantize(block.values), kv_policy("int4").values))
-    with pytest.raises(QuantError, match="the queries are int8 and the values int4_narrow; .* as of kv_policy"):
+    with pytest.raises(QuantError, match=r"the queries are int8 and the values int4_narrow; .* as of kv_policy"):
         AttentionProblem.of(q, [coarse])
