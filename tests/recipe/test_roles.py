@@ -208,3 +208,17 @@ def test_a_role_is_used_as_a_trace_would_find_it():
     (use,) = TensorRole(Role.EXPERTS, -1).uses(3)
     assert (use.op, use.axes, use.batch, use.tiled) == ("ragged_dot", (-1,), (-3,), (-1,))
     assert TensorRole(Role.NORM).uses(1) == ()
+
+
+def test_a_gathered_bias_is_not_a_table():
+    """Biases of experts are gathered by the expert of a token, as rows of a table are by its number."""
+    params = {"w": struct(4, 32, 64), "b": struct(4, 64), "embed": struct(4, 64)}
+
+    def experts(p, x):
+        expert = jnp.array([0, 1, 1, 3])
+        y = jnp.einsum("tk,tkn->tn", x, jnp.take(p["w"], expert, axis=0))
+        return y + jnp.take(p["b"], expert, axis=0) + jnp.take(p["embed"], expert, axis=0)
+
+    roles = {row.path: str(row.role) for row in fb.plan(experts, params, struct(4, 32), recipe="int4")}
+    assert (roles["b"], roles["embed"]) == ("bias", "embedding")
+    assert {row.path for row in fb.plan(experts, params, struct(4, 32), recipe="int4") if row.policy} == {"w", "embed"}

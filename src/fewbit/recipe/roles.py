@@ -101,7 +101,7 @@ _TOKEN = re.compile(
 )
 _SINKS = re.compile(r"(?:attn_)?sinks?")
 _POSITION = re.compile(r"wpe|(?:\w+_)?pos(?:ition|itional|itions)?(?:_\w+)?", re.IGNORECASE)
-_BIAS = re.compile(r"(?:[\w+]+_)?bias", re.IGNORECASE)
+_BIAS = re.compile(r"b\d*|(?:[\w+]+_)?bias", re.IGNORECASE)
 _NORM = re.compile(r"\w*norm(?:_\w+|\d+)?|ln(?:_\w+|\d+)?|\w+_ln", re.IGNORECASE)
 
 
