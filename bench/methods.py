@@ -53,8 +53,8 @@ def main() -> int:
         for name in options.methods.split(","):
             rows.append(measured(model, scheme, name, options.tokens))
             print(rows[-1]["text"], flush=True)
-    if options.save:
-        save(options.save, PACKAGES, model=options.model, tokens=options.tokens, rows=rows)
+            if options.save:  # after each row: some take minutes
+                save(options.save, PACKAGES, model=options.model, tokens=options.tokens, rows=rows)
     return 0
 
 

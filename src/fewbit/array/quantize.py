@@ -20,7 +20,7 @@ from .qarray import QArray
 from .scales import unsaturated
 from .scales.calibration import Target, Tiles
 from .scales.limits import largest_unit
-from .scales.search.tensor_scale import best_tensor_scale
+from .scales.search.tensor_scale import Rounding, best_tensor_scale
 from .scales.store import ScaleStore
 from .scheme import Scheme, laid_along
 from .scheme import scheme as as_scheme
@@ -324,15 +324,30 @@ def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | 
     """
     if not scheme.tensor_scale:
         return None
-    magnitude = jnp.where(jnp.isfinite(values), jnp.abs(values), jnp.zeros_like(values))
     holder = _plain_holder(scheme)
     largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
-    scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(bound * largest))
+    scale = quotient(_largest_finite(values), jnp.float32(bound * largest))
     scale = jnp.minimum(scale, jnp.float32(largest_unit(scheme.format, ScaleStore(holder).largest)))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 
 
-def tensor_scale_of(x: Array, scheme: Scheme, error_weights: Given = None) -> Array | None:
+def _largest_finite(x: Array) -> Array:
+    """The largest finite magnitude of all elements, with as many axes as `x`.
+
+    XLA's CPU backend takes ten times as long to reduce an expression such as `|x|`, or all axes at once, as for this.
+    """
+    rows = jnp.maximum(jnp.max(x, axis=-1, keepdims=True), -jnp.min(x, axis=-1, keepdims=True))
+    is_finite = jnp.isfinite(jnp.sum(jnp.sum(x, axis=-1)))  # or so large that sums overflow: then it takes longer
+
+    def carefully(x: Array) -> Array:
+        magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x))
+        return jnp.max(magnitude, axis=-1, keepdims=True)
+
+    rows = jax.lax.cond(is_finite, lambda x, rows: rows, lambda x, rows: carefully(x), x, rows)
+    return jnp.max(rows, keepdims=True)
+
+
+def tensor_scale_of(x: Array, scheme: Scheme, error_weights: Given = None, rounding: Rounding | None = None) -> Array | None:
     """The tensor scale of the scheme's calibration, with as many axes as `x`. None if the scheme has none."""
     x, calibration = x.astype(jnp.float32), scheme.calibration
     smallest = chosen_tensor_scale(x, scheme.format.bound, scheme)
@@ -344,7 +359,7 @@ def tensor_scale_of(x: Array, scheme: Scheme, error_weights: Given = None) -> Ar
     weights = None
     if error_weights is not None:
         weights = jnp.broadcast_to(jnp.asarray(error_weights, jnp.float32), x.shape)
-    return best_tensor_scale(x, weights, scheme.tiles(x.ndim), smallest, scheme.format, holder, calibration)
+    return best_tensor_scale(x, weights, scheme.tiles(x.ndim), smallest, scheme.format, holder, calibration, rounding)
 
 
 def _guarded(scale: Array, view: Tiles, fmt: AbstractFormat) -> Array:

@@ -189,9 +189,14 @@ def _words(problem: Quantization) -> dict[str, np.ndarray] | None:
 
 
 def _in_one_call(
-    backend: CpuQuantizer, problem: Quantization, words: dict[str, np.ndarray], x: jax.Array, key: Given
+    backend: CpuQuantizer,
+    problem: Quantization,
+    words: dict[str, np.ndarray],
+    x: jax.Array,
+    key: Given,
+    unit: jax.Array | None = None,
 ) -> QArray:
-    """Scales and codes from one kernel."""
+    """Scales and codes from one kernel. `unit`: the tensor scale; None: that of the scheme's calibration."""
     scheme = problem.scheme
     tiles = scheme.tiles(x.ndim)
     cut = _geometry(x.shape, tiles, scheme)
@@ -202,17 +207,30 @@ def _in_one_call(
     codes_result = _shaped(cut.packed(scheme.format.bits), jnp.uint8)
     results = (codes_result, _shaped(cut.counts, scheme.scale), zero_result, unit_result)
     call = jax.ffi.ffi_call("fewbit_quantize", results, vmap_method="broadcast_all")
+    if unit is None and scheme.calibration.searches_tensor_scale and key is None:
+        unit = tensor_scale_of(x, scheme, rounding=functools.partial(_rounded, backend, scheme))
     given = jnp.zeros(none, jnp.float32)
-    is_searched = scheme.calibration.searches_tensor_scale and key is None
-    if is_searched and (unit := tensor_scale_of(x, scheme)) is not None:
+    if unit is not None:
         given = unit.reshape(1, 1, 1)
     keys, noise = _noise(problem, key, cut)
     attributes = {"tiles": _tile_words(cut), "noise": noise, "level": np.int64(_LEVELS[backend.isa]), **words}
-    codes, scale, zero_point, unit = call(x.reshape(cut.shape), given, keys, **attributes)
+    codes, scale, zero_point, stored_unit = call(x.reshape(cut.shape), given, keys, **attributes)
     counts = tile_counts(x.shape, tiles)
     stored_zero = zero_point.reshape(counts) if zero is not None else None
-    unit = unit.reshape((1,) * x.ndim) if scheme.tensor_scale else None
-    return assembled(x, scheme, _packed(codes, x.shape, scheme), scale.reshape(counts), stored_zero, unit)
+    stored_unit = stored_unit.reshape((1,) * x.ndim) if scheme.tensor_scale else None
+    return assembled(x, scheme, _packed(codes, x.shape, scheme), scale.reshape(counts), stored_zero, stored_unit)
+
+
+def _rounded(backend: CpuQuantizer, scheme: Scheme, x: jax.Array, tiles: tuple[Tile, ...], unit: jax.Array) -> jax.Array:
+    """An array quantized with a tensor scale and dequantized: a sample of another with tiles along its last axis, or itself."""
+    if tiles != scheme.tiles(x.ndim):
+        scheme = scheme.with_tiles(tiles, -1)
+    problem = Quantization(x.shape, x.dtype.name, scheme)
+    words = _words(problem)
+    assert words is not None
+    q = _in_one_call(backend, problem, words, x, None, unit)
+    decoding = Decoding(x.shape, x.dtype.name, scheme, scheme.tiles(x.ndim))
+    return _native_decoded(CpuDequantizer(backend.isa), decoding, q)
 
 
 def _with_chosen_scales(
