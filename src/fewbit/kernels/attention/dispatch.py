@@ -58,8 +58,10 @@ def attention(
     """
     problem = AttentionProblem.of(q, blocks, sinks, soft_cap)
     chosen = select(BACKENDS, problem, backend).backend
-    if backend is not None and isinstance(q, QArray):
+    if backend is None:
+        return chosen.run(problem, q, blocks, sinks)
+    if isinstance(q, QArray):
         q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, BACKENDS.kind))
-    elif backend is not None:
+    else:
         q = require_platform(q, chosen, BACKENDS.kind)
     return chosen.run(problem, q, blocks, sinks)

@@ -75,11 +75,11 @@ def attended(
 def _scores(grouped: Array | QArray, block: Block, T: int, soft_cap: float) -> Float[Array, "B K G T S"]:
     """The scaled products of queries and keys, with the soft cap, -inf at masked positions."""
     B, K, rows, h = grouped.shape
-    if isinstance(grouped, QArray) and not isinstance(block.keys, QArray):
-        grouped = dequantized(grouped, grouped.dtype)
-    if isinstance(grouped, QArray):
+    if isinstance(grouped, QArray) and isinstance(block.keys, QArray):
         sums = _product(_int8(grouped), _int8(block.keys), 3).astype(jnp.float32)
         product = sums * jnp.broadcast_to(scale_values(grouped), sums.shape)
+    elif isinstance(grouped, QArray):
+        product = _product(dequantized(grouped, grouped.dtype), _numbers(block.keys, grouped.dtype), 3)
     else:
         product = _product(grouped, _numbers(block.keys, grouped.dtype), 3)
     product = product.reshape(B, K, rows // T, T, -1)
