@@ -1,5 +1,7 @@
 """quantize's arguments: what is refused, several axes, tiles in two directions, weights, keys, zero points."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,3 +257,18 @@ def test_zeros_tiny_scales_and_poison_with_a_given_scale():
 def test_given_scales_that_are_refused(name: str, given: dict, message: str):
     with pytest.raises(QuantError, match=message):
         fb.quantize(jnp.ones((4, 8)), name, **given)
+
+
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3e38, -3e38], ids=str)
+def test_the_tensor_scale_is_that_of_the_largest_finite_magnitude(odd: float, backend: str | None):
+    """Wherever what is not finite stands, beside, before or after the largest; and where the sum of finite numbers overflows."""
+    scheme = dataclasses.replace(fb.scheme("nvfp4"), calibration=MSE(tensor="amax"))
+    x = np.random.default_rng(0).standard_normal((3, 70)).astype(np.float32)
+    x[1, 33] = -7.0
+    for row, column in ((0, 0), (1, 32), (1, 34), (2, 67)):
+        y = x.copy()
+        y[row, [column, column + 2]] = odd
+        largest = np.abs(y[np.isfinite(y)]).max()
+        q = fb.quantize(jnp.asarray(y), scheme, backend=backend)
+        np.testing.assert_allclose(q.tensor_scale.item(), largest / np.float32(6 * 448), rtol=2.0**-23)

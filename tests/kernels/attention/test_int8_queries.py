@@ -104,7 +104,7 @@ def test_windows_sinks_soft_caps_and_narrow_dtypes(backend):
 @pytest.mark.skipif(BUILT.missing is not None, reason="the C++ extension is not built")
 @pytest.mark.parametrize("isa", HERE)
 def test_every_level_rounds_as_the_reference_does(isa):
-    """Where a weight is between two integers, float32 decides: a number in a thousand may differ by more than float32's rounding."""
+    """Where a weight is between two integers, float32 decides, and both ways are within the bound above. Measured: never here."""
     for shape in SHAPES:
         q, block = operands(shape)
         got, expected = by_backend(q, block, Cpu(isa)), by_backend(q, block, "reference")

@@ -20,6 +20,14 @@ _TINY = np.float32(np.finfo(np.float32).tiny)
 Scale: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
+def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    """The largest magnitude along axes, which are kept with length 1. May lose a NaN, as XLA's maximum does.
+
+    XLA's CPU backend reduces a fused expression such as `|x|` up to ten times slower.
+    """
+    return jnp.maximum(jnp.max(x, axis=axis, keepdims=True), -jnp.min(x, axis=axis, keepdims=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """A blocked array, the input of calibrations.
@@ -54,8 +62,7 @@ class Tiles:
     @property
     def amax(self) -> jax.Array:
         """The largest magnitude of each tile; infinite if the tile has a NaN."""
-        # XLA's maximum may lose NaN. Its CPU backend reduces a fused expression such as `|x|` up to ten times slower.
-        largest = jnp.maximum(self.over(jnp.max, self.x), -self.over(jnp.min, self.x))
+        largest = largest_magnitude(self.padded(self.x, 0), self.within)
         return jnp.where(self.is_finite, largest, jnp.full_like(largest, jnp.inf))
 
     @property

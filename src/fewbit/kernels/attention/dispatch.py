@@ -47,7 +47,7 @@ def attention(
 
     Raises:
         QuantError: when the key heads do not divide the heads, the shapes of the operands do not match, or quantized queries
-            have another scheme, or meet keys or values quantized to anything but int8 (from -127 to 127).
+            have another scheme, or the keys or values are quantized to anything but int8 (from -127 to 127).
         UnsupportedError: when the named backend does not support the operands or the platform.
 
     >>> k = jnp.ones((1, 1, 2, 4))

@@ -148,7 +148,7 @@ class AttentionProblem:
 
         Raises:
             QuantError: when shapes do not match, the soft cap is negative, or quantized queries have another scheme than
-                `QUERIES` or meet quantized keys or values that are not int8.
+                `QUERIES` or quantized keys or values that are not int8.
         """
         if isinstance(q, QArray):
             refuse_invalid(q, "the QArray of queries")

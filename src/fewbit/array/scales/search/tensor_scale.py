@@ -18,7 +18,7 @@ import numpy as np
 
 from ...._tiles import Tile, blocked, valid_elements
 from ....formats.format import AbstractFormat, exponent_of, power_of_two, quotient, settled
-from ..calibration import AbstractCalibration, Target, Tiles, better
+from ..calibration import AbstractCalibration, Target, Tiles, better, largest_magnitude
 from ..limits import largest_unit
 from ..store import ScaleStore
 
@@ -111,7 +111,7 @@ def _judged(
     length = x.shape[tiled[0]]
     rows = jnp.moveaxis(x, tiled[0], -1).reshape(-1, length)
     many = max(1, SAMPLE // 2 // length)
-    amax = jnp.maximum(jnp.max(rows, axis=1), -jnp.min(rows, axis=1))
+    amax = largest_magnitude(rows, 1)[:, 0]
     amax = jnp.where(jnp.isfinite(amax), amax, 0)
     largest, top = jax.lax.top_k(amax, many)
     even = np.arange(many) * len(rows) // many

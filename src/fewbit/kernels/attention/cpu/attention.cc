@@ -154,7 +154,7 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
     begin = any.First(t) < begin ? any.First(t) : begin;
     most = any.Seen(t) > most ? any.Seen(t) : most;
   }
-  begin = (begin < most ? begin : most) / 64 * 64;  // the weights of 64 positions are rounded together: the same 64 in every call
+  begin = (begin < most ? begin : most) / kKeys * kKeys;
 
   constexpr int64_t kRowsOfChunk = 96, kRun = 512;
   const int64_t blocks = (rows + kRowsOfChunk - 1) / kRowsOfChunk;

@@ -5,7 +5,7 @@
 // by transposing squares of words; values become words of four positions by interleaving four rows. The weights of a row, times the
 // scales of the values, have one scale for the 64 positions, which begin at a multiple of 64.
 
-static_assert(kIntAcross * kIntLanes == kAtOnce, "rows of floats and of integers are as long");
+static_assert(kIntAcross * kIntLanes == kAtOnce && kIntBytes % kAtOnce == 0, "whole vectors of bytes are whole blocks of columns");
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
 constexpr uint32_t kKeyFlip = 0;
@@ -66,7 +66,7 @@ class Int8Products {
   // In floats; a byte is a quarter of one.
   static int64_t Scratch(int64_t width, int64_t rows) {
     const int64_t ld = BytesOfPosition(width);
-    return kKeys + rows * (2 + (ld > kKeys ? ld : kKeys) + ld / 4 + kKeys / 4) + 2 * kKeys * ld / 4 + 8 * 16;
+    return kKeys + rows * (2 + (ld > kKeys ? ld : kKeys) + ld / 4 + kKeys / 4) + 2 * kKeys * ld / 4 + 8 * 16;  // eight arrays, each up to a multiple of 16
   }
 
   Int8Products(const Rows& of, float* scratch) : of_(of), width_(of.head.width), ld_(BytesOfPosition(width_)) {
@@ -127,7 +127,7 @@ class Int8Products {
   }
 
  private:
-  static int64_t BytesOfPosition(int64_t width) { return UpTo(width, kIntBytes > kAtOnce ? kIntBytes : kAtOnce); }
+  static int64_t BytesOfPosition(int64_t width) { return UpTo(width, kIntBytes); }
 
   // Words [ld / 4, kKeys] of the keys of n positions from s on.
   void TurnKeys(int64_t s, int64_t n) const {

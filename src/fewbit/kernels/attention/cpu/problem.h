@@ -9,6 +9,9 @@
 
 namespace fewbit {
 
+// Positions of one step, which begin at a multiple of it: int8 weights of a step have one scale, the same in every call.
+constexpr int64_t kKeys = 64;
+
 // The keys or values of one head, one position after the other: codes with a scale for each position, or floats.
 struct Numbers {
   bool is_coded;

@@ -1,6 +1,5 @@
-// What both kinds of products share: the sizes of a step. Included inside a level's namespace.
+// What both kinds of products share: the rows of a step. Included inside a level's namespace.
 
-constexpr int64_t kKeys = 64;  // positions of one step
 constexpr int64_t kAtOnce = kAcross * kLanes;
 
 static int64_t UpTo(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
