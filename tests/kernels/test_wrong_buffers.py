@@ -104,7 +104,8 @@ def quantized(scheme: str) -> None:
     if words is None:
         quantize_cpu._with_chosen_scales(CpuQuantizer(), problem, x, None, None, None, None)
     else:
-        quantize_cpu._in_one_call(CpuQuantizer(), problem, words, x, None)
+        unit = jnp.float32(0.01) if problem.scheme.tensor_scale else None  # given, for a search makes calls of its own
+        quantize_cpu._in_one_call(CpuQuantizer(), problem, words, x, None, unit)
 
 
 def decoded(scheme: str) -> None:
