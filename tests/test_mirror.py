@@ -60,7 +60,6 @@ SUITES = {
     "workflows": "workflows/test_quantize.py",
     "workflows/convert/provenance": "workflows/test_quantize.py",
     "workflows/bench": "workflows/bench/test_products.py",
-    "workflows/methods/rotate": "cli/test_commands.py",
 }
 """The suite of a module, or of the modules of a folder that have no test file of their own."""
 

@@ -70,7 +70,30 @@ def of_an_encoder() -> Iterator[str]:
         yield line([scheme, *(f"{r['plain_error']:.3f}, {r['biases_error']:.3f}" for r in rows)])
 
 
+def of_rotated_inputs() -> Iterator[str]:
+    found = {(r["policy"], bool(r["rotated"])): r for r in saved("rotations")["rows"]}
+    yield line(["weights of the layers", "KL divergence", "inputs rotated", "perplexity", "inputs rotated"])
+    yield line(["---", *["---:"] * 4])
+    for policy in dict.fromkeys(policy for policy, _ in found):
+        rows = [found[policy, is_rotated] for is_rotated in (False, True)]
+        cells = [f"{r['kl']:.4f} ± {r['kl_error']:.4f}" for r in rows] + [f"{r['perplexity']:.2f}" for r in rows]
+        yield line([policy, *cells])
+
+
+def of_whisper() -> Iterator[str]:
+    found = {(r["scheme"], r["method"]): r for r in saved("whisper_methods")["rows"]}
+    methods = list(dict.fromkeys(method for _, method in found))
+    yield line(["scheme", *(f"`{method}`" for method in methods)])
+    yield line(["---", *["---:"] * len(methods)])
+    for scheme in dict.fromkeys(scheme for scheme, _ in found):
+        rows = [found[scheme, method] for method in methods]
+        yield line(
+            [scheme, *(f"{r['plain_kl']:.3f}, {r['biases_kl']:.3f}, {100 * r['plain_token_errors']:.0f} %" for r in rows)]
+        )
+
+
 TABLES = {"methods": by_scheme, "more methods": by_method, "encoder": of_an_encoder, "allocation": by_budget}
+TABLES |= {"rotations": of_rotated_inputs, "whisper": of_whisper}
 
 
 def block(name: str) -> str:
@@ -89,6 +112,14 @@ def test_the_sentences_too():
     assert f"of perplexity {reference:.2f}" in PAGE and f"{methods['tokens']:,} tokens" in PAGE
     assert f"rank correlation of {allocation['rank_correlation']:.2f}" in PAGE
     assert f"{allocation['measured']} of the {allocation['groups']} groups" in PAGE
+
+
+def test_what_rotated_inputs_save():
+    rows = saved("rotations")["rows"]
+    left = {r["policy"]: r["kl"] / before["kl"] for before, r in zip(rows[::2], rows[1::2], strict=True)}
+    assert 0.38 < left["int8, int8 activations"] < 0.42
+    assert 0.85 < left["int4_g64, int4 activations"] < 0.9
+    assert all(0.97 < left[name] < 1.03 for name in ("int4_g64", "nvfp4"))
 
 
 def test_the_one_command():

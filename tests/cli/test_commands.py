@@ -160,7 +160,7 @@ def test_an_importance_matrix(model, tmp_path):
         assert f"--imatrix is for --method imatrix, not {name}" in run(*quantize, name, "--overwrite", status=2).stderr
     both = run(*quantize, "imatrix", "--overwrite", *calibration, status=2).stderr
     assert "--imatrix takes the place of the calibration text" in both
-    assert "--rotate changes the inputs of its weights" in run(*quantize, "imatrix", "--rotate", status=2).stderr
+    assert "a rotation changes the inputs of its weights" in run(*quantize, "imatrix", "--rotate", status=2).stderr
 
 
 @needs_tokenizers
@@ -224,6 +224,13 @@ def test_a_rotated_model(model, tmp_path):
     done = run("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--rotate", "--seed", 7, "--text", text)
     assert "rotated at random (seed 7)" in done.stdout
     assert run_json("inspect", tmp_path / "out")["facts"]["rotation_seed"] == 7
+    inputs = ("quantize", model, "-o", tmp_path / "inputs", "-r", "int8", "--rotate-inputs", "o,down")
+    assert (
+        "inputs of o and down are multiplied by a Hadamard matrix when the model runs" in run(*inputs, "--text", text).stdout
+    )
+    assert "KL" in run("eval", tmp_path / "inputs", "--against", model, "--text", text).stdout
+    refused = run(*inputs, "--no-check", "--overwrite", "--to", "hf", status=2).stderr
+    assert "write it --to fewbit or orbax, or quantize its source without --rotate-inputs" in refused
 
 
 @pytest.mark.slow

@@ -76,6 +76,22 @@ def test_the_mean_of_every_output_is_that_of_the_float_layer(fn, params, x, meth
     np.testing.assert_allclose(means, 0, atol=1e-5 * size)
 
 
+def test_blocks_along_another_axis_than_the_contracted_one():
+    params, rule = {"w": normal(K, K), "b": normal(K)}, fb.Rule("w", "int4", axis=-1)
+
+    def layer(params, x):
+        return x @ params["w"] + params["b"][None]
+
+    quantized, after = corrected(layer, params, X, fb.Recipe((rule,)))
+    exact, run = layer(params, X), fb.transparent(layer)
+    assert jnp.abs((exact - run(quantized, X)).mean(0)).max() > 1e-2
+    np.testing.assert_allclose((exact - run(after, X)).mean(0), 0, atol=1e-5 * float(jnp.abs(exact).mean()))
+    with pytest.raises(
+        fb.UnsupportedError, match=r"w: gptq takes blocks along the axes that products contract, \(-2,\), and"
+    ):
+        corrected(layer, params, X, fb.Recipe((rule,)), GPTQ())
+
+
 def test_several_axes_and_several_products():
     params = {"q": normal(K, 4, 8), "q_bias": normal(4, 8), "o": normal(4, 8, K), "o_bias": normal(K)}
     before, after = corrected(heads, params, X)

@@ -9,7 +9,17 @@ import pytest
 
 import fewbit as fb
 from fewbit.errors import QuantError, UnsupportedError
-from fewbit.models import DecoderConfig, Experts, forward, paths_of_params, random_rotation, rotate_residual, stack_layers
+from fewbit.models import (
+    DecoderConfig,
+    Experts,
+    forward,
+    params_from_paths,
+    paths_of_params,
+    random_rotation,
+    rotate_residual,
+    rotated_weight,
+    stack_layers,
+)
 from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, SMALL, UNTIED, random_params, random_tokens
 
 KEY = jax.random.key(0)
@@ -35,6 +45,22 @@ def test_logits_stay_what_they_are(config: DecoderConfig):
     assert rotated_config == dataclasses.replace(config, tied=False)
     # Every weight is rounded to float32 once more: the rounding of the forward itself, as in test_decoder.
     np.testing.assert_allclose(run(rotated, tokens, rotated_config), run(params, tokens, config), atol=4e-5)
+
+
+@pytest.mark.parametrize("products", [("o",), ("down",), ("o", "down")], ids=" ".join)
+@pytest.mark.parametrize("config", [*CONFIGS.values(), OTHER, LATENT], ids=[*CONFIGS, "other", "latent"])
+def test_rotated_inputs_of_rotated_weights(config: DecoderConfig, products):
+    params, tokens = random_params(config), random_tokens(config, 2, 13)
+    turning = dataclasses.replace(config, rotated_inputs=products)
+    before = paths_of_params(params, config)
+    after = {path: rotated_weight(path, jnp.asarray(array), turning) for path, array in before.items()}
+    assert {path for path in after if not np.array_equal(after[path], before[path])} == {
+        path for path in before if path.rsplit("/", 1)[-1] in products
+    }
+    found = run(params_from_paths(after, turning), tokens, turning)
+    np.testing.assert_allclose(found, run(params, tokens, config), atol=4e-5)
+    assert not np.allclose(run(params, tokens, turning), found, atol=1e-3)
+    assert DecoderConfig.from_json(turning.to_json()) == turning
 
 
 def test_weights_move_and_gains_become_one():

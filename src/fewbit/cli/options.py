@@ -129,6 +129,14 @@ Rotate = Annotated[
         help="First rotate the residual stream at random; the model's outputs stay the same. Needs memory.",
     ),
 ]
+RotateInputs = Annotated[
+    str | None,
+    typer.Option(
+        "--rotate-inputs",
+        metavar="PRODUCTS",
+        help="Rotate the inputs of these products by a Hadamard matrix, here and when the model runs: o, down or o,down.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed of the rotation; default 0.")]
 
 

@@ -28,7 +28,7 @@ from ..workflows.methods.allocation import allocated, fitting, sensitivities
 from ..workflows.methods.calibration_data import WINDOWS, CalibrationData, calibration_data
 from ..workflows.methods.importance_file import ImportanceFile
 from ..workflows.methods.inputs import measured_inputs, with_expert_tokens
-from ..workflows.methods.rotate import rotated
+from ..workflows.methods.rotate import rotated, with_rotated_inputs
 from ..workflows.model import Model
 from ..workflows.plan import KEEP, plan_model
 from ..workflows.quantize import quantize
@@ -38,7 +38,14 @@ from .progress import log_lines, progress_bar
 
 
 def planned(
-    opened: Model, recipe: str | None, plan: Path | None, *, keep: bool, rotation_seed: int | None, names: Sequence[str] = ()
+    opened: Model,
+    recipe: str | None,
+    plan: Path | None,
+    *,
+    keep: bool,
+    rotation_seed: int | None,
+    rotate_inputs: str | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[Model, Plan]:
     """The (perhaps rotated) source model, and its plan; with candidates (`names`) that of the recipe, or of the first one."""
     if names and (plan is not None or keep):
@@ -53,6 +60,10 @@ def planned(
         if recipe == KEEP:
             raise QuantError("--rotate changes every tensor and keep changes none; drop one of the two")
         opened = rotated(opened, seed=rotation_seed)
+    if rotate_inputs is not None:
+        if recipe == KEEP:
+            raise QuantError("--rotate-inputs changes weights and keep changes none; drop one of the two")
+        opened = with_rotated_inputs(opened, tuple(rotate_inputs.split(",")))  # type: ignore[arg-type]
     return opened, plan_model(opened, recipe=recipe, plan=plan)
 
 

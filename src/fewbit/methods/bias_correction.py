@@ -106,7 +106,7 @@ def _mean_error(x: Array, q: QArray, row: PlanRow, stats: SupportsObservations) 
     seen = stats.observations.get(row.path)
     if seen is None or seen.sum is None:
         raise QuantError(f'{row.path} has no sums of its inputs; pass stats=fb.observe(fn, ..., collect=("sum",))')
-    stacked, contracted = ([a % x.ndim for a in sorted(axes)] for axes in (row.stacked, row.axis))
+    stacked, contracted = ([a % x.ndim for a in sorted(axes)] for axes in (row.stacked, row.contracted or row.axis))
     inner = [a for a in range(x.ndim) if a not in stacked]
     groups = inner[: seen.sum.ndim - len(stacked) - 1]
     others = [a for a in inner if a not in (*groups, *contracted)]

@@ -46,6 +46,7 @@ from .roles.checkpoint import CheckpointRoles as CheckpointRoles
 from .roles.checkpoint import checkpoint_roles as checkpoint_roles
 from .rotate import random_rotation as random_rotation
 from .rotate import rotate_residual as rotate_residual
+from .rotate import rotated_weight as rotated_weight
 from .tokenizers.gguf import tokenizer_from_gguf as tokenizer_from_gguf
 from .tokenizers.glassllm import tokenizer_from_glassllm as tokenizer_from_glassllm
 from .tokenizers.hugging_face import tokenizer_from_directory as tokenizer_from_directory

@@ -23,6 +23,9 @@ QKNorm = Literal["none", "head", "projection"]
 ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
 """How a checkpoint stores experts, see `Experts`."""
 
+RotatedInput = Literal["o", "down"]
+"""A product whose input is multiplied by a Hadamard matrix in the decoder, as its weight was: `models.rotate_inputs`."""
+
 RouterScores = Literal["softmax", "sigmoid"]
 """The router's scores of experts; "sigmoid" is DeepSeek-V3's, see `Experts`."""
 
@@ -178,6 +181,7 @@ class DecoderConfig:
         experts: the mixture of experts; None: every layer is dense.
         latent: multi-head latent attention; None: grouped-query attention.
         extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
+        rotated_inputs: the products whose inputs are rotated ("down" of experts, too).
 
     Raises:
         QuantError: when a number is out of range, or sizes do not divide as they must.
@@ -223,6 +227,7 @@ class DecoderConfig:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     extra_layers: int = 0
+    rotated_inputs: tuple[RotatedInput, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -240,6 +245,9 @@ class DecoderConfig:
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise QuantError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
+        for name in self.rotated_inputs:
+            if name not in get_args(RotatedInput):
+                raise QuantError(f"rotated_inputs has {name!r}, must be some of {', '.join(get_args(RotatedInput))}")
         if self.heads % self.kv_heads:
             raise QuantError(f"kv_heads is {self.kv_heads}, must divide heads, which is {self.heads}")
         if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
@@ -320,7 +328,7 @@ class DecoderConfig:
             value = getattr(self, field.name)
             if field.default is dataclasses.MISSING or field.name in _ALWAYS or value != field.default:
                 form[field.name] = value
-        for name in ("nope_layers", "window_layers"):
+        for name in _TUPLES:
             if name in form:
                 form[name] = list(form[name])
         if self.experts is not None:
@@ -339,7 +347,7 @@ class DecoderConfig:
             QuantError: for an unknown or missing field.
         """
         form = checked(obj, _CONFIG, "a decoder configuration")
-        for name in ("nope_layers", "window_layers"):
+        for name in _TUPLES:
             if name in form:
                 form[name] = tuple(form[name])
         if form.get("experts") is not None:
@@ -376,8 +384,8 @@ _POSITIVE_OR_NONE = (
     "extra_layers",
 )
 _CHOICES = {"rope": RopeLayout, "activation": Activation, "norms": Norms, "qk_norm": QKNorm}
-_LAYERS = dict.fromkeys(("nope_layers", "window_layers"), list[int])
+_TUPLES: dict[str, Any] = {"nope_layers": list[int], "window_layers": list[int], "rotated_inputs": list[str]}
 _OBJECTS = dict.fromkeys(("rope_scaling", "experts", "latent"), dict[str, Any] | None)
-_CONFIG = form_of(DecoderConfig, **dict.fromkeys(_SIZES, Positive), **_LAYERS, **_OBJECTS)
+_CONFIG = form_of(DecoderConfig, **dict.fromkeys(_SIZES, Positive), **_TUPLES, **_OBJECTS)
 _EXPERTS = form_of(Experts, layers=list[int])
 _LATENT = form_of(LatentAttention)

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .config import DecoderConfig, Experts
-from .layer import Params, feed_forward, gated, linear, plus_bias
+from .layer import Params, feed_forward, gated, linear, plus_bias, rotated_input
 
 _OVER_INPUTS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
 """Rows `[M, in]` in groups, times matrices `[E, out, in]`."""
@@ -76,7 +76,7 @@ def _ragged(
     rows = jnp.take(y.reshape(-1, D), order // k, axis=0)  # [B T k, D]
     sizes = jnp.sum(flat[None, :] == jnp.arange(experts.count, dtype=flat.dtype)[:, None], axis=1, dtype=jnp.int32)
     of_row = flat[order]
-    hidden = gated(*_gate_and_up(rows, sizes, of_row, stacks, experts), config)
+    hidden = rotated_input(gated(*_gate_and_up(rows, sizes, of_row, stacks, experts), config), "down", config)
     out = _product(hidden, sizes, of_row, stacks, "down", experts)
     back = jnp.take(out.astype(jnp.float32), jnp.argsort(order), axis=0).reshape(B, T, k, D)
     return jnp.sum(back * weights[..., None], axis=2)

@@ -97,7 +97,8 @@ def scalable_inputs(config: DecoderConfig) -> tuple[ScalableInput, ...]:
     ]
     if not config.tied:
         every += found.after_norm("norm", ["head"])
-    return tuple(every)
+    rotated = {path for path in found.shapes if path.rsplit("/", 1)[-1] in config.rotated_inputs}
+    return tuple(one for one in every if rotated.isdisjoint(part.path for part in one.readers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +182,8 @@ def why_not_scaled(path: str, config: DecoderConfig) -> str:
     """
     if path == "embed":
         return "the table of tokens is also looked up"
+    if path.rsplit("/", 1)[-1] in config.rotated_inputs:
+        return "a rotation comes before it"
     if path.endswith("/down"):
         return f"the activation {config.activation} is not linear in up"
     return "no norm comes before it"

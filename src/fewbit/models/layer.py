@@ -12,7 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from .config import DecoderConfig
+from ..ops.hadamard import hadamard_transform
+from .config import DecoderConfig, RotatedInput
 from .joined import JOINED, products
 from .rope import apply_rotary
 
@@ -47,7 +48,14 @@ def feed_forward(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig) -
     names = JOINED["mlp"]
     gate, up = products(mlp, names, [mlp_width(mlp)] * 2, partial(linear, y))
     gate, up = plus_bias(gate, mlp, "gate"), plus_bias(up, mlp, "up")
-    return plus_bias(linear(gated(gate, up, config), mlp["down"]), mlp, "down")
+    return plus_bias(linear(rotated_input(gated(gate, up, config), "down", config), mlp["down"]), mlp, "down")
+
+
+def rotated_input(x: Array, product: RotatedInput, config: DecoderConfig) -> Array:
+    """The input of a product, multiplied by a Hadamard matrix where the configuration says so."""
+    if product in config.rotated_inputs:
+        return hadamard_transform(x)
+    return x
 
 
 def mlp_width(mlp: Params) -> int:

@@ -1,7 +1,12 @@
-"""Rotates a decoder's residual stream by a random orthogonal matrix.
+"""Rotates a decoder's residual stream by a random orthogonal matrix, and inputs of its products by Hadamard matrices.
 
 The model's function does not change. The rotation spreads outliers over all coordinates. It also makes an already
 quantized checkpoint a fair test: its weights are no longer values of the format that quantized them.
+
+The residual stream is rotated by its weights alone. No weight can rotate what comes after attention or an activation, so the decoder
+does it, in O(n log n) for each token.
+
+Reference: Ashkboos et al., QuaRot, arXiv 2404.00456.
 """
 
 import dataclasses
@@ -9,9 +14,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 from ..errors import QuantError, UnsupportedError
+from ..ops.hadamard import hadamard_transform
 from .config import DecoderConfig
 from .layer import Params
 from .names import params_from_paths, paths_of_params
@@ -82,6 +88,28 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
     if config.tied and not tied:
         new["head"] = (old["embed"].astype(np.float64) * (old["norm"] + offset)[None, :] @ q).astype(np.float32)
     return params_from_paths(new, new_config), new_config
+
+
+def rotated_weight(path: str, array: Float[Array, "..."], config: DecoderConfig) -> Float[Array, "..."]:
+    """A parameter for a decoder that rotates the inputs of `config.rotated_inputs`; others stay as they are.
+
+    `(x H) (W H)^T = x W^T`, since H is orthogonal.
+
+    Args:
+        path: the parameter: layers/3/attn/o, layers/3/mlp/experts/0/down.
+        array: its value, floating.
+        config: the configuration.
+
+    Returns:
+        The parameter, in its dtype.
+    """
+    *_, name = path.split("/")
+    if name not in config.rotated_inputs:
+        return array
+    experts = config.experts
+    if experts is not None and experts.layout == "interleaved" and "/experts/" in path:
+        return hadamard_transform(array, axis=-2)  # [E, in, out]
+    return hadamard_transform(array)
 
 
 def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray, offset: float) -> np.ndarray:

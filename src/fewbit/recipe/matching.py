@@ -144,6 +144,11 @@ def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:
     return tuple(column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, zip(*each, strict=False)))
 
 
+def contracted_axes(uses: tuple[Use, ...]) -> tuple[int, ...]:
+    """The axes, negative, that the products of a parameter contract; of several products, those of all."""
+    return tuple(sorted({a for use in uses if use.op in PRODUCT_OPS for a in use.axes}))
+
+
 def tile_axes(
     path: str,
     uses: tuple[Use, ...],

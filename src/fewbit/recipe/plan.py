@@ -16,7 +16,7 @@ from .._registry import near_names
 from ..array.qarray import QArray
 from ..errors import QuantError
 from ..ops.interpret.parameter_uses import Product, array_paths
-from .matching import Leaf
+from .matching import Leaf, contracted_axes
 from .quantize_row import quantized_leaf
 from .recipe import Recipe, RecipeLike
 from .recipe import recipe as as_recipe
@@ -228,6 +228,7 @@ def _row(found: Resolved, leaf: Leaf, *, is_traced: bool) -> PlanRow:
             why = "look-ups take single elements of it"
         return dataclasses.replace(row, reason=why)
     row = dataclasses.replace(row, policy=found.policy, axis=found.axis, stacked=found.stacked, casts=found.casts)
+    row = dataclasses.replace(row, contracted=contracted_axes(found.uses))
     reasons, after = [], _planned_bytes(row)
     if found.casts:
         reasons.append(f"cast to {' and '.join(found.casts)} first, as its uses do")

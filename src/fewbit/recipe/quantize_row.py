@@ -91,7 +91,8 @@ def quantize_finite(
 
     Raises:
         QuantError: for statistics that are not finite, unless they are traced.
-        UnsupportedError: where the method cannot quantize the parameter.
+        UnsupportedError: where the method cannot quantize the parameter, such as for blocks along an axis that no product
+            contracts.
     """
     for leaf in jax.tree.leaves(observation):
         if not isinstance(leaf, Tracer) and not jnp.isfinite(leaf).all():
@@ -103,6 +104,11 @@ def quantize_finite(
         raise UnsupportedError(
             f"{row.path}: {method.name} would move pruned weights away from zero; prune without a method, or quantize a "
             "model that is pruned already"
+        )
+    if observation is not None and row.contracted and set(row.contracted) != set(row.axis):
+        raise UnsupportedError(
+            f"{row.path}: {method.name} takes blocks along the axes that products contract, {row.contracted}, and the plan has them "
+            f"along {row.axis}; remove the axis from its rule, or round it to nearest"
         )
     alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=())
     try:

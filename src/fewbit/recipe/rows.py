@@ -35,6 +35,8 @@ class PlanRow:
         casts: the dtypes that it is cast to before it is quantized, because its products and look-ups cast it to them.
         role: what it does in the model, by `fewbit.recipe.Role`.
         role_source: where the role comes from: "trace", "transformers: Linear", "names: llama"; empty where it is unknown.
+        contracted: the axes, negative, that its products contract, whatever axis its rule names for the tiles; empty where no
+            product does, or nothing says which.
     """
 
     path: str
@@ -52,6 +54,7 @@ class PlanRow:
     casts: tuple[str, ...] = ()
     role: Role = Role.UNKNOWN
     role_source: str = ""
+    contracted: tuple[int, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -65,14 +68,14 @@ class PlanRow:
         return math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form; the sparsity and the casts only where there are some."""
+        """The JSON form; the sparsity, the casts and the contracted axes only where there are some."""
         form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"role": str(self.role)}
         for key, value in tuple(form.items()):
             if isinstance(value, tuple):
                 form[key] = list(value)
             elif isinstance(value, Policy | Sparsity):
                 form[key] = value.to_json()
-            if key in ("sparsity", "casts") and not value:
+            if key in ("sparsity", "casts", "contracted") and not value:
                 del form[key]
         return form
 

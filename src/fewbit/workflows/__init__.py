@@ -29,6 +29,7 @@ from .methods.folding import with_scaling as with_scaling
 from .methods.importance import importance_matrix as importance_matrix
 from .methods.importance_file import ImportanceFile as ImportanceFile
 from .methods.rotate import rotated as rotated
+from .methods.rotate import with_rotated_inputs as with_rotated_inputs
 from .model import Model as Model
 from .outputs import OutputCandidate as OutputCandidate
 from .outputs import compare_outputs as compare_outputs

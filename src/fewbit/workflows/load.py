@@ -117,7 +117,7 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, NameTable | None]:
         return config_from_gguf(metadata, checkpoint.tensors), gguf_table_of(metadata)
     architecture = metadata.get("architecture")
     if (
-        checkpoint.kind == "fewbit"
+        checkpoint.kind in ("fewbit", "orbax")
         and architecture in ("decoder", "llama")
         and isinstance(metadata.get(architecture), Mapping)
     ):

@@ -126,6 +126,15 @@ def decoded(value: Value) -> np.ndarray | jax.Array:
 _decode = jax.jit(dequantize)
 
 
+def check_no_rotated_inputs(model: Model) -> None:
+    """Refuses a model that only fewbit's decoder runs, for layouts that others read."""
+    if model.config is not None and model.config.rotated_inputs:
+        raise UnsupportedError(
+            f"{model.name} rotates the inputs of {' and '.join(model.config.rotated_inputs)} when it runs, which only fewbit's decoder "
+            "does; write it --to fewbit or orbax, or quantize its source without --rotate-inputs"
+        )
+
+
 def is_kept(row: PlanRow, info: TensorInfo) -> bool:
     """Whether the file already stores the parameter in the planned scheme, so that it is copied without loss."""
     if row.policy is None or info.scheme is None or row.stacked or row.sparsity is not None:

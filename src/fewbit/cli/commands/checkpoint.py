@@ -24,6 +24,7 @@ from ..options import (
     ProcessId,
     RecipeName,
     Rotate,
+    RotateInputs,
     Seed,
     Strict,
     To,
@@ -118,6 +119,7 @@ def quantize(
     imatrix: ImportancePath = None,
     unseen_experts: UnseenExperts = None,
     rotate: Rotate = False,
+    rotate_inputs: RotateInputs = None,
     seed: Seed = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare with the float model on a short text at the end.")
@@ -160,9 +162,9 @@ def quantize(
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
 
     rotation = rotation_seed(rotate, seed)
-    if imatrix is not None and rotate:
+    if imatrix is not None and (rotate or rotate_inputs is not None):
         raise QuantError(
-            "--imatrix is of the model as it is, and --rotate changes the inputs of its weights; drop one of the two"
+            "--imatrix is of the model as it is, and a rotation changes the inputs of its weights; drop one of the two"
         )
     if imatrix is not None and bits is not None:
         raise QuantError("--bits measures what schemes cost on a text, which --imatrix replaces; drop one of the two")
@@ -172,14 +174,15 @@ def quantize(
     distributed = distributed or (coordinator, processes, process_id) != (None, None, None)
     is_first = True
     if distributed:
-        refuse_undivided(to=to, method=method, rotate=rotate, text=text, log=log, dry_run=dry_run, bits=bits, report=report)
+        given = {"text": text, "log": log, "dry_run": dry_run, "bits": bits, "report": report}
+        refuse_undivided(to=to, method=method, rotate=rotate, rotate_inputs=rotate_inputs, **given)
         is_first = join_cluster(coordinator, processes, process_id)
     opened = load(model)
     output = output or default_output(model, recipe, plan, bits, method, to)
     check_path(to, output, opened, overwrite=overwrite)
     if report:
         check_page_path(page_path(output), overwrite=overwrite, sources=[opened.path])
-    source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation, names=names)
+    source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation, rotate_inputs=rotate_inputs, names=names)
     source = prepared(to, source)
     made = fitted(to, source, made)
     if not names:

@@ -210,7 +210,7 @@ def prepared(to: str, model: Model) -> Model:
 
     Raises:
         QuantError: for an unknown name.
-        UnsupportedError: for a source of another kind that is not a Llama.
+        UnsupportedError: for a source of another kind that is not a Llama, and for one with rotated inputs.
     """
     if to not in target_names():
         raise QuantError(f"--to {to!r} is not a file layout; {near_names(to, target_names())}")

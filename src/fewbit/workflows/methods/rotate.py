@@ -1,15 +1,19 @@
-"""Rotates a model's residual stream at random."""
+"""Rotates a model's residual stream at random, and inputs of its products by Hadamard matrices."""
 
 import dataclasses
+import math
 import types
 
 import jax
+import jax.numpy as jnp
 
+from ...errors import QuantError
 from ...io.checkpoint import TensorInfo
+from ...models.config import RotatedInput
 from ...models.families.table import family_of
 from ...models.names import paths_of_params
-from ...models.rotate import rotate_residual
-from ..model import Model
+from ...models.rotate import rotate_residual, rotated_weight
+from ..model import Model, Value, decoded
 
 
 def rotated(model: Model, *, seed: int = 0) -> Model:
@@ -46,4 +50,46 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
         notes=(*model.notes, note),
         metadata=metadata,
         names=names,
+    )
+
+
+def with_rotated_inputs(model: Model, products: tuple[RotatedInput, ...]) -> Model:
+    """The model in fewbit's own form, whose decoder rotates the inputs of some products.
+
+    Their weights are dequantized and rotated one at a time, when they are loaded. Only fewbit's decoder runs such a model, and only
+    fewbit's own layouts store it.
+
+    Args:
+        model: a model that can be run.
+        products: "o", after attention, and "down", after the activation; of experts, too.
+
+    Returns:
+        A model with the same logits, to float32 rounding.
+
+    Raises:
+        QuantError: for another product, or when inputs are rotated already.
+        UnsupportedError: when the model cannot be run.
+    """
+    config = model.runnable_config()
+    if config.rotated_inputs:
+        raise QuantError(
+            f"{model.name} rotates the inputs of {', '.join(config.rotated_inputs)} already; start from its source"
+        )
+    config = dataclasses.replace(config, rotated_inputs=products)
+
+    def load(path: str) -> Value:
+        value = model.load(path)
+        if path.rsplit("/", 1)[-1] not in products:
+            return value
+        return rotated_weight(path, jnp.asarray(decoded(value), jnp.float32), config)
+
+    info = {
+        path: TensorInfo(i.shape, "float32", "F32", math.prod(i.shape) * 4) if path.rsplit("/", 1)[-1] in products else i
+        for path, i in model.info.items()
+    }
+    note = (
+        f"inputs of {' and '.join(products)} are multiplied by a Hadamard matrix when the model runs, and their weights were"
+    )
+    return dataclasses.replace(
+        model, config=config, info=types.MappingProxyType(info), load=load, notes=(*model.notes, note), metadata={}, names={}
     )

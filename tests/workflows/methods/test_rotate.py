@@ -1,0 +1,98 @@
+"""Rotated inputs of products: the same network, in fewbit's own layouts only, with less error where channels are large."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import workflows
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.methods import GPTQ, AWQScaling
+from fewbit.models import forward
+from fewbit.workflows.methods.folding import scaled_inputs
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
+
+pytestmark = needs_tokenizers
+TOKENS = jnp.arange(24).reshape(2, 12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> workflows.Model:
+    return workflows.load(llama_directory(tmp_path_factory.mktemp("model") / "hf"))
+
+
+def logits(model: workflows.Model):
+    return fb.transparent(lambda params: forward(params, TOKENS, model.runnable_config()))(
+        jax.tree.map(jnp.asarray, model.params())
+    )
+
+
+def test_a_directory_runs_as_what_was_written(model, tmp_path):
+    turned = workflows.with_rotated_inputs(model, ("o", "down"))
+    np.testing.assert_allclose(logits(turned), logits(model), atol=4e-5)
+    plan = workflows.plan_model(turned, recipe="int8")
+    assert {row.path.rsplit("/", 1)[-1] for row in plan if row.policy} >= {"o", "down", "q"}
+    stored = workflows.load(workflows.quantize(turned, plan, tmp_path / "out").path)
+    assert stored.config == turned.config and stored.config.rotated_inputs == ("o", "down")
+    assert stored.tokenizer is not None
+    quality = workflows.evaluate(stored, against=turned, text=str(text_file(tmp_path)), window=16)
+    assert quality.against.kl.mean.value < 1e-3 and quality.sqnr_db
+    assert (
+        "rotate other inputs" in workflows.evaluate(stored, against=model, text=str(text_file(tmp_path)), window=16).notes[0]
+    )
+    again = workflows.plan_model(stored, recipe="keep")
+    kept = workflows.load(workflows.quantize(stored, again, tmp_path / "orbax", to="orbax").path)
+    np.testing.assert_array_equal(logits(kept), logits(stored))
+    with pytest.raises(QuantError, match="rotates the inputs of o, down already; start from its source"):
+        workflows.with_rotated_inputs(stored, ("down",))
+
+
+@pytest.mark.parametrize("to", ["gguf", "hf", "modelopt"])
+def test_others_cannot_run_it(model, tmp_path, to):
+    turned = workflows.with_rotated_inputs(model, ("down",))
+    plan = workflows.plan_model(turned, recipe="keep")
+    with pytest.raises(UnsupportedError, match=r"rotates the inputs of down when it runs, .*without --rotate-inputs"):
+        workflows.quantize(turned, plan, tmp_path / "out", to=to)
+
+
+def test_another_product(model, unchecked):
+    with pytest.raises(QuantError, match="rotated_inputs has 'up', must be some of o, down"):
+        workflows.with_rotated_inputs(model, ("up",))
+
+
+def test_scales_are_not_folded_through_a_rotation(model):
+    turned = workflows.with_rotated_inputs(model, ("down",))
+    plan = workflows.plan_model(turned, recipe="int4")
+    read = {part.path.rsplit("/", 1)[-1] for one in scaled_inputs(turned, plan) for part in one.readers}
+    assert "o" in read and "down" not in read
+    noted = workflows.with_scaling(plan, turned, AWQScaling())
+    assert "a rotation comes before it" in next(row.reason for row in noted if row.path.endswith("down"))
+
+
+@pytest.mark.slow
+def test_large_channels_of_down_cost_less(model, tmp_path):
+    """Two rows of up are 30 times as large, so two channels of the input of down are, whose columns are as much smaller."""
+
+    def load(path: str) -> np.ndarray:
+        x = np.array(model.load(path), np.float32)
+        if path.endswith("mlp/up"):
+            x[[1, 7]] *= 30
+        if path.endswith("mlp/down"):
+            x[:, [1, 7]] /= 30
+        return x
+
+    loud, found = dataclasses.replace(model, load=load, metadata={}, names={}), {}
+    for name, one in {"as it is": loud, "rotated": workflows.with_rotated_inputs(loud, ("down",))}.items():
+        recipe = fb.Recipe((fb.Rule(".*down", fb.Policy("int8", "int4"), optional=False),))
+        plan, data = (
+            workflows.plan_model(one, recipe=recipe),
+            workflows.calibration_data(one, str(text_file(tmp_path)), windows=4),
+        )
+        path = workflows.quantize(one, plan, tmp_path / name, method=GPTQ(), calibration=data).path
+        found[name] = workflows.evaluate(
+            workflows.load(path), against=one, text=str(text_file(tmp_path)), window=16
+        ).against.kl.mean.value
+    assert found["rotated"] < 0.5 * found["as it is"]
