@@ -50,11 +50,12 @@ def by_budget() -> Iterator[str]:
 
 
 def by_method() -> Iterator[str]:
-    found = {(r["scheme"], r["method"]): r for name in ("methods", "methods-more") for r in saved(name)["rows"]}
-    schemes = list(dict.fromkeys(r["scheme"] for r in saved("methods-more")["rows"]))
+    more = [r for name in ("methods-more", "methods-qep") for r in saved(name)["rows"]]
+    found = {(r["scheme"], r["method"]): r for r in (*saved("methods")["rows"], *more)}
+    schemes = list(dict.fromkeys(r["scheme"] for r in more))
     yield line(["method", *schemes, "seconds"])
     yield line(["---", *["---:"] * (len(schemes) + 1)])
-    for method in ("rtn", *dict.fromkeys(r["method"] for r in saved("methods-more")["rows"]), "gptq"):
+    for method in ("rtn", *dict.fromkeys(r["method"] for r in more), "gptq"):
         rows = [found[scheme, method] for scheme in schemes]
         seconds = " to ".join(dict.fromkeys(f"{of([r['seconds'] for r in rows]):.0f}" for of in (min, max)))
         yield line([f"`{method}`", *(f"{r['kl']:.4f}" for r in rows), seconds])
