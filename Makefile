@@ -60,8 +60,8 @@ newest-environment:
 	$(MAKE) --no-print-directory --jobs=2 $(NEWEST)/.ready NEWEST_PYTHON="$$python"
 
 test-long: ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale, 100,000 mutations of every kind of file, and what `make test` leaves out; about an hour
-	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --blocks 25000 tests/array/scales/search/test_stored.py tests/array/scales/search/test_exact.py tests/array/test_hessian.py
+	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --optimize -m long
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --optimize --blocks 25000 tests/array/scales/search/test_stored.py tests/array/scales/search/test_exact.py tests/array/test_hessian.py
 
 test-sanitize: ready-fast build/dequant_gemm_memory build/int8_gemm_memory ## the CPU kernels, with the compiler watching every access and operation
 	@build/dequant_gemm_memory

@@ -1,7 +1,7 @@
 """The tables of docs/methods.md show the numbers of bench/results."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,6 @@ def by_method() -> Iterator[str]:
         yield line([f"`{method}`", *(f"{r['kl']:.4f}" for r in rows), seconds])
 
 
-def of_an_encoder() -> Iterator[str]:
-    found = {(r["scheme"], r["method"]): r for r in saved("encoder_methods")["rows"]}
-    methods = list(dict.fromkeys(method for _, method in found))
-    yield line(["scheme", *(f"`{method}`" for method in methods)])
-    yield line(["---", *["---:"] * len(methods)])
-    for scheme in dict.fromkeys(scheme for scheme, _ in found):
-        rows = [found[scheme, method] for method in methods]
-        yield line([scheme, *(f"{r['plain_error']:.3f}, {r['biases_error']:.3f}" for r in rows)])
-
-
 def of_rotated_inputs() -> Iterator[str]:
     found = {(r["policy"], bool(r["rotated"])): r for r in saved("rotations")["rows"]}
     yield line(["weights of the layers", "KL divergence", "inputs rotated", "perplexity", "inputs rotated"])
@@ -81,20 +71,28 @@ def of_rotated_inputs() -> Iterator[str]:
         yield line([policy, *cells])
 
 
-def of_whisper() -> Iterator[str]:
-    found = {(r["scheme"], r["method"]): r for r in saved("whisper_methods")["rows"]}
+def schemes_by_methods(name: str, cell: Callable[[dict[str, Any]], str]) -> Iterator[str]:
+    """A row for each scheme of a file, with a cell for each method."""
+    found = {(r["scheme"], r["method"]): r for r in saved(name)["rows"]}
     methods = list(dict.fromkeys(method for _, method in found))
     yield line(["scheme", *(f"`{method}`" for method in methods)])
     yield line(["---", *["---:"] * len(methods)])
     for scheme in dict.fromkeys(scheme for scheme, _ in found):
-        rows = [found[scheme, method] for method in methods]
-        yield line(
-            [scheme, *(f"{r['plain_kl']:.3f}, {r['biases_kl']:.3f}, {100 * r['plain_token_errors']:.0f} %" for r in rows)]
-        )
+        yield line([scheme, *(cell(found[scheme, method]) for method in methods)])
 
 
-TABLES = {"methods": by_scheme, "more methods": by_method, "encoder": of_an_encoder, "allocation": by_budget}
-TABLES |= {"rotations": of_rotated_inputs, "whisper": of_whisper}
+def of_an_encoder() -> Iterator[str]:
+    return schemes_by_methods("encoder_methods", lambda r: f"{r['plain_error']:.3f}, {r['biases_error']:.3f}")
+
+
+def of_whisper() -> Iterator[str]:
+    return schemes_by_methods(
+        "whisper_methods", lambda r: f"{r['plain_kl']:.3f}, {r['biases_kl']:.3f}, {100 * r['plain_token_errors']:.0f} %"
+    )
+
+
+TABLES = {"methods": by_scheme, "more methods": by_method, "allocation": by_budget}
+TABLES |= {"rotations": of_rotated_inputs, "encoder": of_an_encoder, "whisper": of_whisper}
 
 
 def block(name: str) -> str:

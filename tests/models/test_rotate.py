@@ -21,6 +21,7 @@ from fewbit.models import (
     stack_layers,
 )
 from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, SMALL, UNTIED, random_params, random_tokens
+from tests.nets.random_decoder import OTHERS as INTERLEAVED
 
 KEY = jax.random.key(0)
 run = jax.jit(forward, static_argnums=2)
@@ -48,7 +49,9 @@ def test_logits_stay_what_they_are(config: DecoderConfig):
 
 
 @pytest.mark.parametrize("products", [("o",), ("down",), ("o", "down")], ids=" ".join)
-@pytest.mark.parametrize("config", [*CONFIGS.values(), OTHER, LATENT], ids=[*CONFIGS, "other", "latent"])
+@pytest.mark.parametrize(
+    "config", [*CONFIGS.values(), OTHER, LATENT, INTERLEAVED], ids=[*CONFIGS, "other", "latent", "interleaved experts"]
+)
 def test_rotated_inputs_of_rotated_weights(config: DecoderConfig, products):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     turning = dataclasses.replace(config, rotated_inputs=products)

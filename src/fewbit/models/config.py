@@ -321,6 +321,10 @@ class DecoderConfig:
             return None
         return self.experts
 
+    def rotates_input_of(self, path: str) -> bool:
+        """Whether the decoder rotates the input of a weight: layers/3/attn/o, layers/3/mlp/experts/0/down."""
+        return path.rsplit("/", 1)[-1] in self.rotated_inputs
+
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their default as a JSON object, for `from_json`."""
         form: dict[str, Any] = {}

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .config import DecoderConfig
-from .names import shapes
+from .names import contraction_axis, shapes
 
 _AFTER_NORM = {
     "attn": ("q", "k", "v", "q+k+v", "q_a", "kv_a"),
@@ -97,8 +97,7 @@ def scalable_inputs(config: DecoderConfig) -> tuple[ScalableInput, ...]:
     ]
     if not config.tied:
         every += found.after_norm("norm", ["head"])
-    rotated = {path for path in found.shapes if path.rsplit("/", 1)[-1] in config.rotated_inputs}
-    return tuple(one for one in every if rotated.isdisjoint(part.path for part in one.readers))
+    return tuple(one for one in every if not any(config.rotates_input_of(part.path) for part in one.readers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +116,8 @@ class _Inputs:
 
     def reader(self, path: str) -> Channels:
         """All columns of a weight."""
-        axis = self.contraction_axis(path)
+        axis = contraction_axis(path, self.config)
         return Channels(path, axis, range(self.shapes[path][axis]))
-
-    def contraction_axis(self, path: str) -> int:
-        """-1 of `[out, in]`, -2 of the interleaved experts' `[E, in, out]`."""
-        experts = self.config.experts
-        return -2 if experts is not None and experts.layout == "interleaved" and "/experts/" in path else -1
 
     def attention(self, at: str) -> Iterator[ScalableInput]:
         """The inputs of attention."""
@@ -157,7 +151,7 @@ class _Inputs:
     def hidden(self, at: str) -> ScalableInput:
         """The input of down, whose rows of up are divided."""
         name = "up" if f"{at}/up" in self.shapes else "gate+up"
-        axis = -3 - self.contraction_axis(f"{at}/{name}")
+        axis = -3 - contraction_axis(f"{at}/{name}", self.config)
         places = range(self.shapes[f"{at}/{name}"][axis])
         if name == "gate+up":
             places = places[1::2] if axis == -1 else places[len(places) // 2 :]
@@ -182,7 +176,7 @@ def why_not_scaled(path: str, config: DecoderConfig) -> str:
     """
     if path == "embed":
         return "the table of tokens is also looked up"
-    if path.rsplit("/", 1)[-1] in config.rotated_inputs:
+    if config.rotates_input_of(path):
         return "a rotation comes before it"
     if path.endswith("/down"):
         return f"the activation {config.activation} is not linear in up"

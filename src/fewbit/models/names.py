@@ -337,6 +337,12 @@ def _with_lists(node: Any) -> Any:
     return children
 
 
+def contraction_axis(path: str, config: DecoderConfig) -> int:
+    """The contraction axis of a weight: -1 of `[out, in]`, -2 of the interleaved experts' `[E, in, out]`."""
+    experts = config.experts
+    return -2 if experts is not None and experts.layout == "interleaved" and "/experts/" in path else -1
+
+
 def paths_of_params(params: Params, config: DecoderConfig) -> dict[str, Any]:
     """The arrays of a pytree by path, in the order of `shapes`.
 

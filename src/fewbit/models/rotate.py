@@ -1,10 +1,10 @@
-"""Rotates a decoder's residual stream by a random orthogonal matrix, and inputs of its products by Hadamard matrices.
+"""Rotations of a decoder's residual stream and of its products' inputs.
 
-The model's function does not change. The rotation spreads outliers over all coordinates. It also makes an already
+The model's function does not change. A rotation spreads outliers over all coordinates. It also makes an already
 quantized checkpoint a fair test: its weights are no longer values of the format that quantized them.
 
-The residual stream is rotated by its weights alone. No weight can rotate what comes after attention or an activation, so the decoder
-does it, in O(n log n) for each token.
+The residual stream is rotated by a random orthogonal matrix, by its weights alone. No weight can rotate what comes after attention or
+an activation, so the decoder multiplies it by a Hadamard matrix, in O(n log n) for each token.
 
 Reference: Ashkboos et al., QuaRot, arXiv 2404.00456.
 """
@@ -20,7 +20,7 @@ from ..errors import QuantError, UnsupportedError
 from ..ops.hadamard import hadamard_transform
 from .config import DecoderConfig
 from .layer import Params
-from .names import params_from_paths, paths_of_params
+from .names import contraction_axis, params_from_paths, paths_of_params
 
 _READERS = ("q", "k", "v", "q+k+v", "q_a", "kv_a", "gate", "up", "gate+up", "router", "shared_expert_gate")
 _WRITERS = ("o", "down")
@@ -103,13 +103,9 @@ def rotated_weight(path: str, array: Float[Array, "..."], config: DecoderConfig)
     Returns:
         The parameter, in its dtype.
     """
-    *_, name = path.split("/")
-    if name not in config.rotated_inputs:
+    if not config.rotates_input_of(path):
         return array
-    experts = config.experts
-    if experts is not None and experts.layout == "interleaved" and "/experts/" in path:
-        return hadamard_transform(array, axis=-2)  # [E, in, out]
-    return hadamard_transform(array)
+    return hadamard_transform(array, axis=contraction_axis(path, config))
 
 
 def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray, offset: float) -> np.ndarray:

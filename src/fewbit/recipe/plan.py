@@ -227,8 +227,10 @@ def _row(found: Resolved, leaf: Leaf, *, is_traced: bool) -> PlanRow:
         elif "take" in ops:
             why = "look-ups take single elements of it"
         return dataclasses.replace(row, reason=why)
-    row = dataclasses.replace(row, policy=found.policy, axis=found.axis, stacked=found.stacked, casts=found.casts)
-    row = dataclasses.replace(row, contracted=contracted_axes(found.uses))
+    contracted = contracted_axes(found.uses)
+    row = dataclasses.replace(
+        row, policy=found.policy, axis=found.axis, stacked=found.stacked, casts=found.casts, contracted=contracted
+    )
     reasons, after = [], _planned_bytes(row)
     if found.casts:
         reasons.append(f"cast to {' and '.join(found.casts)} first, as its uses do")

@@ -35,8 +35,8 @@ class PlanRow:
         casts: the dtypes that it is cast to before it is quantized, because its products and look-ups cast it to them.
         role: what it does in the model, by `fewbit.recipe.Role`.
         role_source: where the role comes from: "trace", "transformers: Linear", "names: llama"; empty where it is unknown.
-        contracted: the axes, negative, that its products contract, whatever axis its rule names for the tiles; empty where no
-            product does, or nothing says which.
+        contracted: the contraction axes of its products, negative, even where its rule gives `axis` others; empty without a
+            product, and where they are unknown.
     """
 
     path: str

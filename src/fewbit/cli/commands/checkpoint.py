@@ -164,7 +164,7 @@ def quantize(
     rotation = rotation_seed(rotate, seed)
     if imatrix is not None and (rotate or rotate_inputs is not None):
         raise QuantError(
-            "--imatrix is of the model as it is, and a rotation changes the inputs of its weights; drop one of the two"
+            "--imatrix was measured without a rotation, which changes the inputs of the weights; drop one of the two"
         )
     if imatrix is not None and bits is not None:
         raise QuantError("--bits measures what schemes cost on a text, which --imatrix replaces; drop one of the two")
@@ -174,8 +174,17 @@ def quantize(
     distributed = distributed or (coordinator, processes, process_id) != (None, None, None)
     is_first = True
     if distributed:
-        given = {"text": text, "log": log, "dry_run": dry_run, "bits": bits, "report": report}
-        refuse_undivided(to=to, method=method, rotate=rotate, rotate_inputs=rotate_inputs, **given)
+        refuse_undivided(
+            to=to,
+            method=method,
+            rotate=rotate,
+            rotate_inputs=rotate_inputs,
+            text=text,
+            log=log,
+            dry_run=dry_run,
+            bits=bits,
+            report=report,
+        )
         is_first = join_cluster(coordinator, processes, process_id)
     opened = load(model)
     output = output or default_output(model, recipe, plan, bits, method, to)

@@ -1,4 +1,4 @@
-"""Rotates a model's residual stream at random, and inputs of its products by Hadamard matrices."""
+"""Models with a rotated residual stream, or rotated inputs of products."""
 
 import dataclasses
 import math
@@ -79,13 +79,13 @@ def with_rotated_inputs(model: Model, products: tuple[RotatedInput, ...]) -> Mod
 
     def load(path: str) -> Value:
         value = model.load(path)
-        if path.rsplit("/", 1)[-1] not in products:
+        if not config.rotates_input_of(path):
             return value
         return rotated_weight(path, jnp.asarray(decoded(value), jnp.float32), config)
 
     info = {
-        path: TensorInfo(i.shape, "float32", "F32", math.prod(i.shape) * 4) if path.rsplit("/", 1)[-1] in products else i
-        for path, i in model.info.items()
+        path: TensorInfo(one.shape, "float32", "F32", math.prod(one.shape) * 4) if config.rotates_input_of(path) else one
+        for path, one in model.info.items()
     }
     note = (
         f"inputs of {' and '.join(products)} are multiplied by a Hadamard matrix when the model runs, and their weights were"
