@@ -25,6 +25,7 @@ from .encoder_methods import add_schemes_and_methods, by_scheme_and_method
 from .facts import headline, save
 from .whisper import (
     START,
+    Memory,
     Weights,
     decoded,
     encoded,
@@ -76,13 +77,12 @@ def heard(params: Weights, file: pathlib.Path) -> list[tuple[jax.Array, jax.Arra
 
 def transcript(params: Weights, mel: jax.Array) -> list[int]:
     """The tokens that a model finds likeliest for a window."""
-    return transcribed(params, _memory(params, mel)[1], MOST_TOKENS)
+    return transcribed(params, _memory(params, mel), MOST_TOKENS)
 
 
 @jax.jit
-def _memory(params: Weights, mel: jax.Array) -> tuple[jax.Array, Any]:
-    hidden = encoded(params, mel, {})
-    return hidden, remembered(params, hidden)
+def _memory(params: Weights, mel: jax.Array) -> Memory:
+    return remembered(params, encoded(params, mel, {}))
 
 
 def whisper(params: Weights, mel: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
