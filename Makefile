@@ -19,6 +19,8 @@ JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels
 NEEDS := $(BIN)/python .ci/requirements
 # Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that: conftest.py leaves them out, and this does for the processes that tests start.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
+# Checking annotations at every call is a tenth of the time of the slow tests, and most of it where millions of files are read. The fast tests check them.
+UNCHECKED := JAXTYPING_DISABLE=1
 ARM64_COMPILER := ziglang==0.17.1
 # Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.
 READERS := mlx==0.32.4 mlx-cpu==0.32.4 nvidia-modelopt==0.47.0 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 pulp==3.3.2 nvidia-ml-py==13.615.71 torchprofile==0.1.0
@@ -44,7 +46,7 @@ test: ready-test ## the tests that protect each promise; at most 12 minutes on t
 test-all: ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The slow tests follow; make test-all fails whatever they say."; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
+	$(UNCHECKED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
 
 test-fast: ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe
@@ -60,7 +62,7 @@ newest-environment:
 	$(MAKE) --no-print-directory --jobs=2 $(NEWEST)/.ready NEWEST_PYTHON="$$python"
 
 test-long: ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale, 100,000 mutations of every kind of file, and what `make test` leaves out; about an hour
-	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --optimize -m long
+	@$(UNCHECKED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --optimize -m long
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --optimize --blocks 25000 tests/array/scales/search/test_stored.py tests/array/scales/search/test_exact.py tests/array/test_hessian.py
 
 test-sanitize: ready-fast build/dequant_gemm_memory build/int8_gemm_memory ## the CPU kernels, with the compiler watching every access and operation

@@ -68,8 +68,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Refuses to run beside a stale extension, for which the tests of the kernels would be skipped as if it were missing."""
-    from fewbit.kernels import extension  # after the import hook
+    """Imports the package, and refuses a stale extension, for which tests of kernels would be skipped as if it were missing.
+
+    A source that pytest collects before its package imported it would run twice, and have two classes of each name.
+    """
+    import fewbit.training  # after the import hook
+    import fewbit.workflows  # noqa: F401
+    from fewbit.kernels import extension
 
     if stale := [name for name in extension.EXTENSIONS if extension.extension(name).is_stale]:
         raise pytest.UsageError(
