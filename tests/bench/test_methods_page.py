@@ -50,15 +50,17 @@ def by_budget() -> Iterator[str]:
 
 
 def by_method() -> Iterator[str]:
-    more = [r for name in ("methods-more", "methods-qep") for r in saved(name)["rows"]]
+    more = [r for path in sorted(RESULTS.glob("methods-*.json")) for r in json.loads(path.read_text())["rows"]]
     found = {(r["scheme"], r["method"]): r for r in (*saved("methods")["rows"], *more)}
-    schemes = list(dict.fromkeys(r["scheme"] for r in more))
+    measured = {r["scheme"] for r in more}
+    schemes = [scheme for scheme in dict.fromkeys(scheme for scheme, _ in found) if scheme in measured]
     yield line(["method", *schemes, "seconds"])
     yield line(["---", *["---:"] * (len(schemes) + 1)])
     for method in ("rtn", *dict.fromkeys(r["method"] for r in more), "gptq"):
-        rows = [found[scheme, method] for scheme in schemes]
-        seconds = " to ".join(dict.fromkeys(f"{of([r['seconds'] for r in rows]):.0f}" for of in (min, max)))
-        yield line([f"`{method}`", *(f"{r['kl']:.4f}" for r in rows), seconds])
+        rows = [found.get((scheme, method)) for scheme in schemes]
+        seconds = [r["seconds"] for r in rows if r is not None]
+        spread = " to ".join(dict.fromkeys(f"{of(seconds):.0f}" for of in (min, max)))
+        yield line([f"`{method}`", *(f"{r['kl']:.4f}" if r is not None else "" for r in rows), spread])
 
 
 def of_rotated_inputs() -> Iterator[str]:

@@ -18,8 +18,13 @@ COMMAND = [sys.executable, "-c", "from fewbit.cli import main; main()"]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--to", "gguf"], "--to is gguf and --method is rtn; `fewbit convert` writes the result in another layout"),
-        (["--method", "gptq"], "--to is fewbit and --method is gptq"),
+        (
+            ["--to", "gguf"],
+            "writes the layout fewbit, but --to is gguf; `fewbit convert` writes the result in another layout",
+        ),
+        (["--method", "gptq"], "--method gptq runs the whole model; take rtn, hqq, or imatrix with --imatrix"),
+        (["--method", "imatrix"], "--method imatrix runs the whole model"),
+        (["--method", "awq+hqq"], "--method awq+hqq runs the whole model"),
         (["--rotate"], "--distributed cannot divide the work of --rotate"),
         (["--dry-run"], "--distributed cannot divide the work of --dry-run"),
     ],
@@ -40,6 +45,7 @@ def test_two_commands_write_one_directory(tmp_path):
     source = write_checkpoint(tmp_path / "in" / "a.safetensors")
     with cluster.reserved_port() as port:
         command = [*COMMAND, "quantize", str(source), "-o", str(tmp_path / "out"), "-r", str(tmp_path / "in" / "rules.json")]
+        command += ["--method", "hqq"]
         cluster_of_two = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id"]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(cluster.ROOT / "src")}
         running = [
@@ -60,4 +66,6 @@ def test_two_commands_write_one_directory(tmp_path):
     assert [process.returncode for process in running] == [0, 0], ended
     assert "no process has read the whole model" in ended[0][0]
     assert ended[1][0] == ""
-    assert len(io.read(tmp_path / "out").tensors) == 16
+    read = io.read(tmp_path / "out")
+    assert len(read.tensors) == 16
+    assert read.facts["method"]["name"] == "hqq"

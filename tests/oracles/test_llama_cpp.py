@@ -20,7 +20,9 @@ import numpy as np
 import pytest
 
 import fewbit as fb
+from bench.llama_quants import quantized_by_llama_cpp
 from fewbit import workflows
+from fewbit.io.gguf.imatrix import Importance, ImportanceMatrix
 from fewbit.models import forward, is_installed, params_from_paths
 from fewbit.workflows.convert.gguf import write_gguf
 from fewbit.workflows.model import decoded
@@ -112,6 +114,24 @@ def test_quantized_logits_are_those_of_the_decoded_weights(tmp_path, square, sch
     got = logits(path, IDS)
     # Each of two layers' seven products rounds its activations to int8: about 0.3 % of their size each.
     assert np.sqrt(((got - want) ** 2).mean()) < 0.02 * np.sqrt((want**2).mean())
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q3_K_M", "IQ4_XS"])
+def test_its_quantizer_takes_our_importance_matrix(tmp_path, square, name):
+    """Columns of large inputs get less error than with equal ones."""
+    source = write_gguf(square, unchanged(square), tmp_path / "f32.gguf")
+    data = workflows.CalibrationData("ids", np.array([IDS]))
+    found = workflows.importance_matrix(workflows.load(source), data)
+    is_large = np.arange(256) % 32 == 5
+
+    def error(large: float) -> float:
+        squares = np.where(is_large, np.float32(large), np.float32(1))[None]
+        matrix = ImportanceMatrix(dict.fromkeys(found.entries, Importance(squares, np.ones(1, np.float32))))
+        quantized = workflows.load(quantized_by_llama_cpp(source, tmp_path / f"{large:g}.gguf", name, matrix))
+        lost = decoded(quantized.load("layers/0/mlp/up")) - decoded(square.load("layers/0/mlp/up"))
+        return float(np.square(lost[:, is_large]).mean())
+
+    assert error(1e4) < 0.5 * error(1)
 
 
 # --- a real model ---

@@ -285,18 +285,24 @@ def written(
             ) from None
 
 
-def refuse_undivided(*, to: str, method: str, **others: object) -> None:
+def refuse_undivided(*, to: str, method: str, imatrix: Path | None, **others: object) -> None:
     """Refuses options whose work cannot be divided over processes.
 
     Args:
         to: the layout; "fewbit" can be.
-        method: the method; "rtn" can be.
+        method: the method; one that needs no run of the model can be.
+        imatrix: an importance file, for which "imatrix" needs none.
         others: options that cannot be, by name; None and False where they were not given.
     """
-    if (to, method) != ("fewbit", "rtn"):
+    if to != "fewbit":
         raise QuantError(
-            f"--distributed writes the layout fewbit by the method rtn, but --to is {to} and --method is {method}; "
-            "`fewbit convert` writes the result in another layout"
+            f"--distributed writes the layout fewbit, but --to is {to}; `fewbit convert` writes the result in another layout"
+        )
+    scaling, chosen = scaled_method(method)
+    if scaling is not None or (chosen.collect and imatrix is None):
+        raise QuantError(
+            f"--distributed gives each process a part of the tensors, but --method {method} runs the whole model; take rtn, "
+            "hqq, or imatrix with --imatrix"
         )
     if given := [name for name, value in others.items() if value]:
         raise QuantError(f"--distributed cannot divide the work of --{given[0].replace('_', '-')}; drop one of the two")
@@ -322,7 +328,7 @@ def join_cluster(coordinator: str | None, processes: int | None, process_id: int
     return jax.process_index() == 0
 
 
-def written_distributed(source: Model, made: Plan, output: Path, *, overwrite: bool) -> Outcome:
+def written_distributed(source: Model, made: Plan, output: Path, chosen: ChosenMethod, *, overwrite: bool) -> Outcome:
     """Writes the directory with the other processes, with progress and a log line per tensor of this one."""
     total = sum(row.bytes_before for row in made)
     title = f"quantizing, process {jax.process_index()} of {jax.process_count()}"
@@ -335,7 +341,16 @@ def written_distributed(source: Model, made: Plan, output: Path, *, overwrite: b
             log_line(str(result))
             bar.advance(read, f"{read / 1e6:,.0f} MB read")
 
-        return quantize_distributed(source, made, output, overwrite=overwrite, on_tensor=on_tensor)
+        assert not isinstance(chosen.calibration, CalibrationData)
+        return quantize_distributed(
+            source,
+            made,
+            output,
+            overwrite=overwrite,
+            method=chosen.method,
+            calibration=chosen.calibration,
+            on_tensor=on_tensor,
+        )
 
 
 def evaluated(path: Path, reference: Model, text: str | None) -> Quality:

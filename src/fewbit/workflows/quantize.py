@@ -15,12 +15,11 @@ from ..calibration.measure import Observation
 from ..errors import QuantError
 from ..io.journal import Journal
 from ..io.parts import FinishedParts
-from ..methods.imatrix import IMatrix
 from ..methods.scaling import AbstractScaling
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
-from .convert.provenance import file_hashes, outcome, provenance, stored_config, value_sha256
+from .convert.provenance import file_hashes, method_facts, outcome, provenance, stored_config, value_sha256
 from .convert.targets import Job, check_path, check_target, fused_modules, prepared, representable, write_tensors
 from .methods.calibrated import calibrated_scales, calibrated_weights
 from .methods.calibration_data import CalibrationData
@@ -93,11 +92,7 @@ def quantize(
                 f"{scaling.name} changes the inputs of weights, and an importance matrix is of the model as it is; pass "
                 "calibration=calibration_data(model)"
             )
-        if method.collect != IMatrix.collect:
-            raise QuantError(
-                f"method {method.name} needs {', '.join(method.collect)}, and an importance matrix has squares only"
-            )
-        observed = calibration.observations(model, plan)
+        observed = calibration.observations_for(method, model, plan)
 
     def progress(stage: str, name: str, nbytes: int) -> None:
         if stage == "verify" and on_verify is not None:
@@ -105,11 +100,7 @@ def quantize(
 
     start, results, tokens = time.perf_counter(), {}, list[ExpertTokens]()
     fused, facts = fused_rows(model, plan, fused_modules(to)), provenance(model, plan, {"sha256": file_hashes(model)})
-    for kind, one in (("scaling", scaling), ("method", method)):
-        if one is not None and one != NEAREST:
-            facts[kind] = {"name": one.name, **dataclasses.asdict(one)}
-            if calibration is not None and one.collect:
-                facts[kind]["calibration"] = calibration.facts
+    facts |= method_facts(method, calibration, scaling)
     versions = [importlib.metadata.version("fewbit"), jax.__version__]
     identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions}
     if not isinstance(calibration, CalibrationData):

@@ -17,7 +17,9 @@ import pytest
 
 import fewbit as fb
 from fewbit import io, workflows
+from fewbit.array.qarray import is_qarray
 from fewbit.errors import QuantError
+from fewbit.io.gguf.imatrix import Importance, ImportanceMatrix, write_imatrix
 from fewbit.io.safetensors.file import array_bytes, file_header
 from fewbit.workflows.distributed import quantize as module
 from fewbit.workflows.distributed.quantize import output_files, quantize_distributed, shares
@@ -127,6 +129,39 @@ def test_a_cluster_of_one(tmp_path):
     expected = workflows.quantize(model, plan, tmp_path / "single")
     assert [r.sqnr_db for r in outcome.tensors] == [r.sqnr_db for r in expected.tensors]
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "expected", "single"}, "nothing is left over"
+
+
+def importance_file(path: Path, model: workflows.Model) -> workflows.ImportanceFile:
+    """An importance matrix of a checkpoint's weights."""
+    squares = np.random.default_rng(1).random((1, SHAPE[1]), np.float32)
+    names = [name for name, info in model.info.items() if len(info.shape) == 2]
+    write_imatrix(path, ImportanceMatrix(dict.fromkeys(names, Importance(squares, np.ones(1, np.float32)))))
+    return workflows.ImportanceFile.read(path)
+
+
+@pytest.mark.parametrize("method", [fb.methods.HQQ(rounds=3), fb.methods.IMatrix()], ids=lambda method: method.name)
+def test_a_method_that_needs_no_run_of_the_model(tmp_path, method):
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    model, plan = opened(source)
+    calibration = importance_file(tmp_path / "imatrix.gguf", model) if method.collect else None
+    quantize_distributed(model, plan, tmp_path / "out", method=method, calibration=calibration)
+    workflows.quantize(model, plan, tmp_path / "single", method=method, calibration=calibration)
+    found, expected = io.read(tmp_path / "out"), io.read(tmp_path / "single")
+    assert found.facts["method"] == expected.facts["method"]
+    assert hashes(tmp_path / "out")["fewbit.safetensors"] == hashes(tmp_path / "single")["fewbit.safetensors"]
+    rounded = [value for value, _ in workflows.quantized_tensors(model, plan)]
+    assert any(np.any(a.codes != b.codes) for a, b in zip(found.tensors.values(), rounded, strict=True) if is_qarray(b))
+
+
+def test_methods_that_need_more_are_refused(tmp_path):
+    model, plan = opened(write_checkpoint(tmp_path / "in" / "a.safetensors"))
+    with pytest.raises(QuantError, match="method gptq runs the whole model"):
+        quantize_distributed(model, plan, tmp_path / "out", method=fb.methods.GPTQ())
+    calibration = importance_file(tmp_path / "imatrix.gguf", model)
+    with pytest.raises(QuantError, match="method gptq needs hessian, and an importance matrix has squares only"):
+        quantize_distributed(model, plan, tmp_path / "out", method=fb.methods.GPTQ(), calibration=calibration)
+    with pytest.raises(QuantError, match="method hqq needs no data, and an importance matrix has squares only"):
+        quantize_distributed(model, plan, tmp_path / "out", method=fb.methods.HQQ(), calibration=calibration)
 
 
 def test_the_planned_files_are_those_of_the_bytes_written(tmp_path):

@@ -177,6 +177,7 @@ def quantize(
         refuse_undivided(
             to=to,
             method=method,
+            imatrix=imatrix,
             rotate=rotate,
             rotate_inputs=rotate_inputs,
             text=text,
@@ -214,7 +215,7 @@ def quantize(
     skipped = why_no_check(opened, check, text)
     if distributed:
         outcome, skipped = (
-            written_distributed(source, made, output, overwrite=overwrite),
+            written_distributed(source, made, output, chosen, overwrite=overwrite),
             "no process has read the whole model",
         )
     else:

@@ -1,5 +1,6 @@
 """What a written directory says of its source, and its sizes."""
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,11 @@ import numpy as np
 
 from ...io.files import file_sha256
 from ...io.orbax import TREE
+from ...methods.scaling import AbstractScaling
+from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan
+from ..methods.calibration_data import CalibrationData
+from ..methods.importance_file import ImportanceFile
 from ..model import Model, Value
 from ..plan import KEEP
 from ..tensors import Outcome, TensorResult
@@ -60,6 +65,21 @@ def provenance(model: Model, plan: Plan, source: Mapping[str, Any]) -> dict[str,
     facts |= {name: model.facts[name] for name in ("rotation_seed", "scaling") if name in model.facts}
     if plan.recipe == KEEP and model.facts:
         facts["source"]["facts"] = dict(model.facts)
+    return facts
+
+
+def method_facts(
+    method: AbstractMethod,
+    calibration: CalibrationData | ImportanceFile | None = None,
+    scaling: AbstractScaling | None = None,
+) -> dict[str, Any]:
+    """What the directory records of the method and the scaling, with their settings and what they learned from."""
+    facts: dict[str, Any] = {}
+    for kind, one in (("scaling", scaling), ("method", method)):
+        if one is not None and one != NEAREST:
+            facts[kind] = {"name": one.name, **dataclasses.asdict(one)}
+            if calibration is not None and one.collect:
+                facts[kind]["calibration"] = calibration.facts
     return facts
 
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,18 @@ from typing import Any
 import jax
 
 from ..._json import canonical
+from ...calibration.measure import Observation
 from ...errors import QuantError
 from ...io.files import file_sha256
 from ...io.journal import Journal
 from ...io.native.manifest import read_manifest
 from ...io.native.writer import DirectoryWriter, write
+from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan
 from ...recipe.rows import PlanRow
-from ..convert.provenance import outcome, provenance, source_files, stored_config, value_sha256
+from ..convert.provenance import method_facts, outcome, provenance, source_files, stored_config, value_sha256
 from ..convert.targets import check_path
+from ..methods.importance_file import ImportanceFile
 from ..model import Model, Value
 from ..tensors import Outcome, TensorResult, quantized_tensors
 from .processes import all_or_none, gathered
@@ -38,12 +42,37 @@ Part = tuple[PlanRow, ...]
 """The rows of a plan whose tensors are in one file of the output."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """What the processes do together.
+
+    Attributes:
+        model: the source.
+        plan: its plan.
+        method: how scales and codes are chosen.
+        facts: what the manifest says of the method.
+        observed: the statistics that it takes, by path.
+    """
+
+    model: Model
+    plan: Plan
+    method: AbstractMethod
+    facts: Mapping[str, Any]
+    observed: Mapping[str, Observation]
+
+    def provenance(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """The provenance of the output, with what identifies the source."""
+        return provenance(self.model, self.plan, source) | self.facts
+
+
 def quantize_distributed(
     model: Model,
     plan: Plan,
     out: str | os.PathLike[str],
     *,
     overwrite: bool = False,
+    method: AbstractMethod = NEAREST,
+    calibration: ImportanceFile | None = None,
     max_file_bytes: int = 2**30,
     on_tensor: Callable[[TensorResult], None] | None = None,
 ) -> Outcome:
@@ -59,6 +88,8 @@ def quantize_distributed(
         plan: its plan; see `plan_model`.
         out: the output directory, on a file system that all processes share.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
+        method: how scales and codes are chosen; it needs no run of the model, which no process has as a whole.
+        calibration: the importance file of the method imatrix.
         max_file_bytes: the maximum size of a tensor file, which is the unit of work; a larger tensor gets its own.
         on_tensor: called after each tensor of this process.
 
@@ -67,14 +98,22 @@ def quantize_distributed(
 
     Raises:
         QuantError: in every process, when one fails or was called with other arguments. An existing output is unchanged, and
-            finished files remain for the next call.
+            finished files remain for the next call. For a method that must run the model, before any work.
     """
     start, index = time.perf_counter(), jax.process_index()
-    parts = output_files(plan, max_file_bytes)
+    observed: Mapping[str, Observation] = types.MappingProxyType({})
+    if calibration is not None:
+        observed = calibration.observations_for(method, model, plan)
+    elif method.collect:
+        raise QuantError(
+            f"method {method.name} runs the whole model, which processes that read a part of it cannot; take rtn, hqq, or "
+            "imatrix with an importance file"
+        )
+    task, parts = _Task(model, plan, method, method_facts(method, calibration), observed), output_files(plan, max_file_bytes)
     with contextlib.ExitStack() as stack:
         with all_or_none():
             check_path("fewbit", Path(out), model, overwrite=overwrite)
-        job = _agreed_job(model, plan, parts)
+        job = _agreed_job(task, parts)
         folder = Journal(out, {"job": job})
         with all_or_none():
             if index == 0:
@@ -85,11 +124,11 @@ def quantize_distributed(
         missing = _missing_parts(folder.path, parts, job)
         with all_or_none():
             for i in missing:
-                _write_part(_part_path(folder.path, i), parts[i], model, plan, job, on_tensor)
+                _write_part(_part_path(folder.path, i), parts[i], task, job, on_tensor)
         with all_or_none():
             facts = [read_manifest(_part_path(folder.path, i)).facts for i in range(len(parts))]
             if index == 0:
-                _join(folder.path, facts, model, plan, out, overwrite=overwrite)
+                _join(folder.path, facts, task, out, overwrite=overwrite)
         if index == 0:
             folder.remove()
     results = [TensorResult.from_json(form) for part in facts for form in part["results"]]
@@ -121,22 +160,24 @@ def shares(parts: Mapping[int, Part], count: int) -> list[list[int]]:
     return result
 
 
-def _agreed_job(model: Model, plan: Plan, parts: Sequence[Part]) -> str:
+def _agreed_job(task: _Task, parts: Sequence[Part]) -> str:
     """A hash that identifies the job in all processes; QuantError where one was called with other arguments.
 
     The source's files are named by size and time as process 0 sees them, since each process may read a copy of its own.
     """
     same = {
-        **provenance(model, plan, {}),
-        "plan": plan.to_json(),
+        **task.provenance({}),
+        "plan": task.plan.to_json(),
         "files": list(map(len, parts)),
         "version": importlib.metadata.version("fewbit"),
     }
     own = gathered(_json_sha256(same))
     for i, other in enumerate(own):
         if other != own[0]:
-            raise QuantError(f"process {i} has another model, plan or version of fewbit than process 0; start all alike")
-    stats = [[file.name, *_size_and_time(file)] for file in source_files(model)]
+            raise QuantError(
+                f"process {i} has another model, plan, method or version of fewbit than process 0; start all alike"
+            )
+    stats = [[file.name, *_size_and_time(file)] for file in source_files(task.model)]
     return _json_sha256([own[0], gathered(canonical(stats).decode())[0]])
 
 
@@ -175,24 +216,18 @@ def _is_finished(path: Path, job: str) -> bool:
     return whole and manifest.facts.get("job") == job
 
 
-def _write_part(
-    path: Path,
-    rows: Part,
-    model: Model,
-    plan: Plan,
-    job: str,
-    on_tensor: Callable[[TensorResult], None] | None,
-) -> None:
+def _write_part(path: Path, rows: Part, task: _Task, job: str, on_tensor: Callable[[TensorResult], None] | None) -> None:
     """Quantizes the tensors of one file, and writes them with their results and the hashes of their sources."""
     sources, tensors, results = {}, {}, []
+    model, part = task.model, dataclasses.replace(task.plan, rows=rows)
 
     def load(name: str) -> Value:
         value = model.load(name)
         sources[name] = value_sha256(value)
         return value
 
-    part = dataclasses.replace(plan, rows=rows)
-    for value, result in quantized_tensors(dataclasses.replace(model, load=load), part):
+    source = dataclasses.replace(model, load=load)
+    for value, result in quantized_tensors(source, part, method=task.method, observed=task.observed):
         tensors[model.names.get(result.path, result.path)] = value
         results.append(result.to_json())
         if on_tensor is not None:
@@ -208,8 +243,7 @@ def _write_part(
 def _join(
     folder: Path,
     facts: Sequence[Mapping[str, Any]],
-    model: Model,
-    plan: Plan,
+    task: _Task,
     out: str | os.PathLike[str],
     *,
     overwrite: bool,
@@ -219,11 +253,11 @@ def _join(
     identity = {"tensors_sha256": _json_sha256(sources)}
     with DirectoryWriter(
         out,
-        config=stored_config(model),
-        files=model.files,
-        facts=provenance(model, plan, identity),
+        config=stored_config(task.model),
+        files=task.model.files,
+        facts=task.provenance(identity),
         overwrite=overwrite,
-        sources=[model.path],
+        sources=[task.model.path],
     ) as writer:
         for i in range(len(facts)):
             writer.add_directory(_part_path(folder, i))

@@ -13,9 +13,11 @@ from ...calibration.measure import Observation
 from ...errors import QuantError
 from ...io.files import file_sha256
 from ...io.gguf.imatrix import ImportanceMatrix, read_imatrix
+from ...methods.imatrix import IMatrix
 from ...models.families.family import GGUF
 from ...models.families.gguf import gguf_table_of
 from ...models.families.table import family_of
+from ...recipe.method import AbstractMethod
 from ...recipe.plan import Plan
 from ...recipe.rows import PlanRow
 from ..model import Model
@@ -54,6 +56,14 @@ class ImportanceFile:
         """The provenance recorded in a directory."""
         datasets = list(self.matrix.datasets)
         return {"imatrix": self.path.name, "datasets": datasets, "sha256": file_sha256(self.path)}
+
+    def observations_for(self, method: AbstractMethod, model: Model, plan: Plan) -> dict[str, Observation]:
+        """The `observations` for a method; QuantError for one that needs more than squares."""
+        if method.collect != IMatrix.collect:
+            raise QuantError(
+                f"method {method.name} needs {', '.join(method.collect) or 'no data'}, and an importance matrix has squares only"
+            )
+        return self.observations(model, plan)
 
     def observations(self, model: Model, plan: Plan) -> dict[str, Observation]:
         """The squares of the inputs of a plan's weights.
