@@ -67,13 +67,14 @@ def test_nan_and_negative_zero_are_zero():
         assert np.asarray(fmt.encode(jnp.array([jnp.nan, -0.0]))).tolist() == [0, 0]
 
 
-def test_step():
-    half = Integer("halves", 4, step=0.5)
-    assert (half.max, half.min, half.bound) == (3.5, -4.0, 3.75)
-    laws.check_codes(half)
-    laws.check_identity(half)
-    laws.check_nearest(half)
-    laws.check_json(half)
+@pytest.mark.parametrize("step", [0.5, 2.0])
+def test_step(step: float):
+    stepped = Integer("stepped", 4, step=step)
+    assert (stepped.max, stepped.min, stepped.bound) == (7 * step, -8 * step, 7.5 * step)
+    laws.check_codes(stepped)
+    laws.check_identity(stepped)
+    laws.check_nearest(stepped)
+    laws.check_json(stepped)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ def test_it_is_deterministic_and_beats_e2m1():
     assert learned < error(W, FORMATS["e2m1"])
 
 
+def test_only_the_ratios_of_weights_count():
+    """Also where all weights of a number's magnitudes together are below 1."""
+    light = np.full(W.shape, 2.0**-30, np.float32)
+    assert learned_codebook(W, tile=16, error_weights=light, rounds=5) == learned_codebook(W, tile=16, rounds=5)
+
+
 @pytest.mark.slow
 def test_weights_shape_it():
     weights = np.where(np.abs(W) < 0.5, 1.0, 0.01).astype(np.float32)

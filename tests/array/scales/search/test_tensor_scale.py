@@ -72,6 +72,18 @@ def test_a_sample_decides_for_large_arrays(kind: str, monkeypatch: pytest.Monkey
     jax.clear_caches()
 
 
+def test_no_row_of_the_sample_counts_twice(monkeypatch: pytest.MonkeyPatch):
+    """The rows of largest magnitude count once, and are not among those that stand for the rest."""
+    monkeypatch.setattr(tensor_scale, "SAMPLE", 2**9)
+    x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    x[:8] *= 100
+    x[0] /= 10  # the last of the eight largest, and one of every eighth
+    rows, _, _, counts = tensor_scale._judged(jnp.asarray(x), None, (1, 16))
+    counted = np.asarray(rows)[np.asarray(counts) > 0]
+    assert len(np.unique(counted, axis=0)) == len(counted)
+    assert counts.sum() == 64
+
+
 def test_error_weights_count():
     """Rows without a weight have no say, however large they are."""
     x = np.concatenate([weights("lognormal rows")[:32], 100 * weights("uniform")[:32]])
