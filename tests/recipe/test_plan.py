@@ -172,6 +172,7 @@ def test_a_plan_says_where_quantizing_saves_nothing():
     wide = jax.ShapeDtypeStruct((1, 64), jnp.float32)  # one input: each number is a tile
     plan = fb.plan(lambda p, x: x @ p["w"], {"w": wide}, normal(2, 1), recipe="int4_g16")
     assert (plan["w"].bytes_before, plan["w"].bytes_after) == (256, 64 + 256)
+    assert plan.bits_per_weight == 8 * 320 / 64
     assert plan["w"].reason == "takes more bytes than before: few elements share a scale"
 
 

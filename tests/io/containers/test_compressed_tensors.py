@@ -455,6 +455,24 @@ def test_arrays_that_do_not_fit_are_named(parts, reason):
         CT.decoded(found.config, changed(found, **parts), "here")
 
 
+def test_unpacked_integers_are_within_their_bits():
+    """int8 arrays may hold integers of fewer bits; one beyond these, on either side, is refused."""
+    found = stored(CT, {NAME: example("int4", (4, 64))}, activations="int8")
+
+    def read(number: int) -> fb.QArray:
+        codes = np.zeros((4, 64), np.int8)
+        codes[1, 2] = number
+        return CT.decoded(found.config, changed(found, weight=codes), "here")[NAME]
+
+    for number in (-8, 7):
+        q = read(number)
+        assert q.scheme.format.bits == 4
+        assert fb.dequantize(q)[1, 2] == number * q.scale[1, 0]
+    for number in (-9, 8):
+        with pytest.raises(QuantError, match="has numbers beyond 4 bits"):
+            read(number)
+
+
 def test_the_order_of_activations_is_refused():
     found = stored(CT, {NAME: example("int4_g32", (4, 64))})
     group = np.repeat(np.arange(2, dtype=np.int32), 32)
