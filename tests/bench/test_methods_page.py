@@ -93,8 +93,17 @@ def of_whisper() -> Iterator[str]:
     )
 
 
+def beside_llama_cpp() -> Iterator[str]:
+    yield line(["bits per weight", "llama.cpp", "KL divergence", "perplexity", "fewbit, KL divergence", "perplexity"])
+    yield line(["---:", "---", *["---:"] * 4])
+    for r in sorted(saved("llama_quants")["rows"], key=lambda r: r["bits"]):
+        assert r["fewbit_bits"] <= r["bits"]
+        cells = [f"{r['bits']:.2f}", r["type"], f"{r['kl']:.4f} ± {r['kl_error']:.4f}", f"{r['perplexity']:.2f}"]
+        yield line([*cells, f"{r['fewbit_kl']:.4f} ± {r['fewbit_kl_error']:.4f}", f"{r['fewbit_perplexity']:.2f}"])
+
+
 TABLES = {"methods": by_scheme, "more methods": by_method, "allocation": by_budget}
-TABLES |= {"rotations": of_rotated_inputs, "encoder": of_an_encoder, "whisper": of_whisper}
+TABLES |= {"rotations": of_rotated_inputs, "encoder": of_an_encoder, "whisper": of_whisper, "llama.cpp": beside_llama_cpp}
 
 
 def block(name: str) -> str:

@@ -57,7 +57,7 @@ class _Task:
     model: Model
     plan: Plan
     method: AbstractMethod
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
     observed: Mapping[str, Observation]
 
     def provenance(self, source: Mapping[str, Any]) -> dict[str, Any]:
