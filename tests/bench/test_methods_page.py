@@ -132,6 +132,11 @@ def test_what_rotated_inputs_save():
     assert all(0.97 < left[name] < 1.03 for name in ("int4_g64", "nvfp4"))
 
 
+def test_what_is_left_of_llama_cpps_divergence():
+    left = [r["fewbit_kl"] / r["kl"] for r in saved("llama_quants")["rows"]]
+    assert [f"{100 * of(left):.0f}" for of in (min, max)] == ["9", "25"]
+
+
 def test_the_one_command():
     (row,) = saved("one_command")["rows"]
     page = (ROOT / "docs" / "ship.md").read_text()
