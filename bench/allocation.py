@@ -1,6 +1,6 @@
 """Bit allocation on SmolLM2: estimated losses beside measured ones, and its plans beside uniform schemes.
 
-    python -m bench.allocation [--bits 4.5,5.2] [--save]
+    python -m bench.allocation [--bits 4.5,5.2] [--candidates mxfp4,nvfp4,int3_g64,int8] [--save]
 
 The model is that of `bench.methods`. The rank correlation (Spearman) compares the estimated loss of each group of weights in NVFP4
 with the KL divergence of the model with that group alone quantized.
@@ -33,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.allocation", description="bit allocation beside uniform schemes")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--bits", default="4.5,5.2")
+    parser.add_argument("--candidates", default=",".join(CANDIDATES))
     parser.add_argument("--every", type=int, default=4, help="which groups are measured alone")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
     parser.add_argument("--save", action="store_true", help="write bench/results/allocation.json")
@@ -41,9 +42,10 @@ def main() -> int:
     model = rotated(load(options.model))
     base, start = plan_model(model, recipe="nvfp4"), time.perf_counter()
     windows = calibration_data(model, windows=WINDOWS, window=WINDOW).windows
-    found = sensitivities(model, base, CANDIDATES, windows)
+    candidates = options.candidates.split(",")
+    found = sensitivities(model, base, candidates, windows)
     seconds = time.perf_counter() - start
-    print(f"sensitivities of {len(found)} groups and {len(CANDIDATES)} schemes in {seconds:.0f} s", flush=True)
+    print(f"sensitivities of {len(found)} groups and {len(candidates)} schemes in {seconds:.0f} s", flush=True)
     sample = found[:: options.every]
     measured = [measured_loss(model, base, one) for one in sample]
     correlation = float(spearmanr([one.losses["nvfp4"] for one in sample], measured).statistic)
@@ -57,7 +59,7 @@ def main() -> int:
         facts = {
             "model": options.model,
             "tokens": options.tokens,
-            "candidates": CANDIDATES,
+            "candidates": candidates,
             "groups": len(found),
             "measured": len(sample),
         }

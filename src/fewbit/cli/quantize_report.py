@@ -144,7 +144,7 @@ def candidate_names(bits: float | None, candidates: str | None, to: str = "fewbi
         raise QuantError(f"--candidates {candidates} are the schemes of --bits; pass both, as in --bits 4.5")
     if bits is None:
         return []
-    given = default_candidates(to)
+    given = default_candidates(to, bits)
     if candidates is not None:
         given = tuple(name.strip() for name in candidates.split(","))
     return list(dict.fromkeys(scheme(name).name for name in given))

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +59,19 @@ class _Task:
     facts: dict[str, Any]
     observed: Mapping[str, Observation]
 
+    @classmethod
+    def of(cls, model: Model, plan: Plan, method: AbstractMethod, calibration: ImportanceFile | None) -> "_Task":
+        """The task, with the statistics of an importance file."""
+        observed: Mapping[str, Observation] = {}
+        if calibration is not None:
+            observed = calibration.observations_for(method, model, plan)
+        elif method.collect:
+            raise QuantError(
+                f"method {method.name} runs the whole model, which processes that read a part of it cannot; take rtn, hqq, or "
+                "imatrix with an importance file"
+            )
+        return cls(model, plan, method, method_facts(method, calibration), observed)
+
     def provenance(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """The provenance of the output, with what identifies the source."""
         return provenance(self.model, self.plan, source) | self.facts
@@ -101,17 +113,10 @@ def quantize_distributed(
             finished files remain for the next call. For a method that must run the model, before any work.
     """
     start, index = time.perf_counter(), jax.process_index()
-    observed: Mapping[str, Observation] = types.MappingProxyType({})
-    if calibration is not None:
-        observed = calibration.observations_for(method, model, plan)
-    elif method.collect:
-        raise QuantError(
-            f"method {method.name} runs the whole model, which processes that read a part of it cannot; take rtn, hqq, or "
-            "imatrix with an importance file"
-        )
-    task, parts = _Task(model, plan, method, method_facts(method, calibration), observed), output_files(plan, max_file_bytes)
+    parts = output_files(plan, max_file_bytes)
     with contextlib.ExitStack() as stack:
         with all_or_none():
+            task = _Task.of(model, plan, method, calibration)
             check_path("fewbit", Path(out), model, overwrite=overwrite)
         job = _agreed_job(task, parts)
         folder = Journal(out, {"job": job})
