@@ -156,6 +156,20 @@ def test_what_corrected_biases_take():
     assert max(share for (_, method), share in shares.items() if method == "gptq") < 1.5
 
 
+def test_where_learned_rounding_is_the_best():
+    found = {(r["scheme"], r["method"]): r for r in saved("encoder_methods")["rows"]}
+    left, times = (
+        {scheme: found[scheme, "rounding"][what] / found[scheme, "gptq"][what] for scheme, _ in found}
+        for what in ("plain_error", "seconds")
+    )
+    assert 0.97 < left["int4_g64"] < 1 and 0.84 < left["int3_g64"] < 0.87 and 0.45 < left["int2_g32"] < 0.55
+    assert min(left[scheme] for scheme in ("nf4", "mxfp4", "nvfp4")) > 1.05
+    assert min(times.values()) > 2 and max(times.values()) < 4
+    for scheme in ("int4_g64", "int3_g64", "int2_g32"):
+        errors = {method: r["plain_error"] for (other, method), r in found.items() if other == scheme}
+        assert min(errors, key=errors.__getitem__) == "rounding"
+
+
 if __name__ == "__main__":  # writes the tables into the page
     text = PAGE
     for key, rows in TABLES.items():
