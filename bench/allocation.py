@@ -23,7 +23,7 @@ from fewbit.workflows.methods.allocation import WINDOW, WINDOWS, Sensitivity, al
 from fewbit.workflows.model import Model
 
 from .facts import headline, save
-from .methods import PACKAGES
+from .methods import PACKAGES, language_quality
 
 CANDIDATES = ("mxfp4", "nvfp4", "int3_g64", "int8")
 
@@ -82,8 +82,6 @@ def quality(model: Model, plan: Plan, name: str, tokens: int) -> dict[str, Any]:
     if method.collect:
         found = calibrated_weights(model, plan, method, calibration_data(model))
     values = {result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found)}
-    result = evaluate(dataclasses.replace(model, load=values.__getitem__), against=model, tokens=tokens)
-    assert result.against is not None
     counts: dict[str, int] = {}
     for row in plan:
         if row.policy is not None:
@@ -93,10 +91,7 @@ def quality(model: Model, plan: Plan, name: str, tokens: int) -> dict[str, Any]:
         "bits": plan.bits_per_weight,
         "weights": counts,
         "estimated": plan.notes[-1],
-        "perplexity": result.perplexity.value,
-        "kl": result.against.kl.mean.value,
-        "kl_error": result.against.kl.mean.error,
-        "top1": result.against.top1.value,
+        **language_quality(dataclasses.replace(model, load=values.__getitem__), model, tokens),
     }
     print(
         f"{row['bits']:.3f} bits  {name:5} perplexity {row['perplexity']:.3f}  KL {row['kl']:.4f} ± {row['kl_error']:.4f}  {counts}"

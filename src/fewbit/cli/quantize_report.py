@@ -18,7 +18,7 @@ from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from ..workflows.convert.targets import default_candidates, refusals
 from ..workflows.distributed.processes import gathered
-from ..workflows.distributed.quantize import quantize_distributed
+from ..workflows.distributed.quantize import check_needs_no_run, quantize_distributed
 from ..workflows.engine import choose_engine
 from ..workflows.evaluate import Quality, evaluate
 from ..workflows.load import load
@@ -298,12 +298,9 @@ def refuse_undivided(*, to: str, method: str, imatrix: Path | None, **others: ob
         raise QuantError(
             f"--distributed writes the layout fewbit, but --to is {to}; `fewbit convert` writes the result in another layout"
         )
-    scaling, chosen = scaled_method(method)
-    if scaling is not None or (chosen.collect and imatrix is None):
-        raise QuantError(
-            f"--distributed gives each process a part of the tensors, but --method {method} runs the whole model; take rtn, "
-            "hqq, or imatrix with --imatrix"
-        )
+    for one in scaled_method(method):
+        if one is not None:
+            check_needs_no_run(one, has_importance=imatrix is not None)
     if given := [name for name, value in others.items() if value]:
         raise QuantError(f"--distributed cannot divide the work of --{given[0].replace('_', '-')}; drop one of the two")
 

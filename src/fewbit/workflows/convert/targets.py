@@ -138,9 +138,10 @@ def default_candidates(to: str, bits: float) -> tuple[str, ...]:
     """Schemes of 2 to 8 bits among which a number of bits per weight is spent by default, for a target."""
     if to != "gguf":
         return ("int3_g64", "mxfp4", "nvfp4", "int8")
+    names = ("tq2_0", "mxfp4", "iq4_nl", "q8_0")
     if bits > 4.5:  # half of the weights take q5_1 (bench/results/llama_quants.json)
-        return ("mxfp4", "iq4_nl", "q5_1", "q8_0")
-    return ("tq2_0", "mxfp4", "iq4_nl", "q8_0")
+        names = (*names, "q5_1")
+    return names
 
 
 def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:

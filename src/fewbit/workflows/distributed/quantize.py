@@ -27,6 +27,7 @@ from ...io.files import file_sha256
 from ...io.journal import Journal
 from ...io.native.manifest import read_manifest
 from ...io.native.writer import DirectoryWriter, write
+from ...methods.scaling import AbstractScaling
 from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan
 from ...recipe.rows import PlanRow
@@ -62,14 +63,10 @@ class _Task:
     @classmethod
     def of(cls, model: Model, plan: Plan, method: AbstractMethod, calibration: ImportanceFile | None) -> "_Task":
         """The task, with the statistics of an importance file."""
+        check_needs_no_run(method, has_importance=calibration is not None)
         observed: Mapping[str, Observation] = {}
         if calibration is not None:
             observed = calibration.observations_for(method, model, plan)
-        elif method.collect:
-            raise QuantError(
-                f"method {method.name} runs the whole model, which processes that read a part of it cannot; take rtn, hqq, or "
-                "imatrix with an importance file"
-            )
         return cls(model, plan, method, method_facts(method, calibration), observed)
 
     def provenance(self, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +135,23 @@ def quantize_distributed(
             folder.remove()
     results = [TensorResult.from_json(form) for part in facts for form in part["results"]]
     return outcome(model, Path(out).absolute(), results, time.perf_counter() - start)
+
+
+def check_needs_no_run(method: AbstractMethod | AbstractScaling, *, has_importance: bool) -> None:
+    """Refuses a method or scaling that must run the model, which no process has as a whole.
+
+    Args:
+        method: the method or scaling.
+        has_importance: whether an importance file takes the place of a run.
+
+    Raises:
+        QuantError: when it learns from a text.
+    """
+    if method.collect and not has_importance:
+        raise QuantError(
+            f"method {method.name} runs the whole model, which processes that read a part of it cannot; take rtn, hqq, or "
+            "imatrix with an importance file"
+        )
 
 
 def output_files(plan: Plan, max_file_bytes: int) -> list[Part]:
