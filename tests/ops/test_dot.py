@@ -144,7 +144,7 @@ def test_numpy_operands_leave_the_product_to_us():
 def test_messages():
     q = fb.quantize(normal(8, 32), "int8")
     numbers = (((1,), (1,)), ((), ()))
-    with pytest.raises(fb.QuantError, match=r"qmatmul has no backend 'cuda'; known: pallas_tpu, triton, cpu, reference"):
+    with pytest.raises(fb.QuantError, match=r"no backend is named 'cuda'; known: pallas_tpu, triton, cpu, reference"):
         fb.dot_general(normal(4, 32), q, numbers, backend="cuda")
     with pytest.raises(fb.QuantError, match="neither operand is a QArray"):
         fb.dot_general(normal(4, 32), normal(8, 32), numbers, backend="reference")

@@ -52,6 +52,9 @@ class QArray:
         dtype: the floating dtype of the array and of `fb.dequantize`.
         slack: padding codes at the end of the packed axis.
         policy: how products with this array are computed, None for weight-only; `fewbit.ops` reads it.
+        transposed_from: what `transpose` was called on, and its axis for each of ours; None for any other array. Products under
+            jit read the codes there, in place. It is no part of the pytree and no argument: jit, vmap, scan and
+            `dataclasses.replace` give arrays without it, and the same numbers.
     """
 
     codes: jax.Array
@@ -62,6 +65,7 @@ class QArray:
     dtype: np.dtype
     slack: int = 0
     policy: Hashable | None = None
+    transposed_from: "tuple[QArray, tuple[int, ...]] | None" = dataclasses.field(default=None, init=False)
 
     __array_ufunc__ = None  # NumPy operands then call our operators
     __hash__ = object.__hash__
@@ -167,17 +171,8 @@ class QArray:
         tiles = tuple(self._named_tiles[a] for a in order)
         pack_axis = order.index(self.scheme.pack_axis + self.ndim) - self.ndim
         moved = self._moved(lambda leaf: leaf.transpose(order), self.scheme.with_tiles(tiles, pack_axis))
-        source, before = self.untransposed
-        object.__setattr__(moved, "_source", (source, tuple(before[a] for a in order)))
-        return moved
-
-    @property
-    def untransposed(self) -> tuple["QArray", tuple[int, ...]]:
-        """The array before `transpose`, and its axis for each of ours. The array itself if it was not transposed.
-
-        Products read it to avoid moving bytes. Unflattening (jit, vmap, ...) forgets it.
-        """
-        return getattr(self, "_source", (self, tuple(range(self.ndim))))
+        source, before = self.transposed_from or (self, tuple(range(self.ndim)))
+        return moved._as_transposed_from(source, tuple(before[a] for a in order))
 
     def reshape(self, *shape: int | tuple[int, ...]) -> "QArray":
         """The array in another shape. QuantError if the sizes differ, or a tile or a byte would be cut."""
@@ -203,10 +198,10 @@ class QArray:
         if not jnp.issubdtype(dtype, jnp.floating):
             raise QuantError(f"a QArray has a floating dtype; astype({dtype.name}) needs fb.dequantize first")
         result = dataclasses.replace(self, dtype=dtype)
-        source, order = self.untransposed
-        if source is not self:
-            object.__setattr__(result, "_source", (dataclasses.replace(source, dtype=dtype), order))
-        return result
+        if self.transposed_from is None:
+            return result
+        source, order = self.transposed_from
+        return result._as_transposed_from(dataclasses.replace(source, dtype=dtype), order)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -262,6 +257,11 @@ class QArray:
         """Applies `move` to every leaf; `scheme` describes the result."""
         zero, tensor = jax.tree.map(move, (self.zero_point, self.tensor_scale))
         return QArray(move(self.codes), move(self.scale), zero, tensor, scheme, self.dtype, self.slack, self.policy)
+
+    def _as_transposed_from(self, source: "QArray", order: tuple[int, ...]) -> "QArray":
+        """This new array, as `source` with its axes in the given order."""
+        object.__setattr__(self, "transposed_from", (source, order))
+        return self
 
     # --- placement ---
 

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
@@ -11,7 +11,18 @@ from jaxtyping import PyTree
 from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
 
-P = TypeVar("P")
+
+class AbstractProblem:
+    """What an operation is asked to compute.
+
+    Attributes:
+        operation: the name of the operation, for errors.
+    """
+
+    operation: ClassVar[str]
+
+
+P = TypeVar("P", bound=AbstractProblem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,32 +56,6 @@ class AbstractBackend(abc.ABC, Generic[P]):
         """Computes the product; called only where `unsupported` is None."""
 
 
-class Backends(Generic[P]):
-    """The backends of one operation, in the order in which they are asked; the last one supports every problem.
-
-    Args:
-        kind: the operation, for errors.
-        backends: the backends.
-    """
-
-    def __init__(self, kind: str, *backends: AbstractBackend[P]):
-        self.kind = kind
-        self._backends = backends
-
-    def __iter__(self) -> Iterator[AbstractBackend[P]]:
-        return iter(self._backends)
-
-    def __getitem__(self, name: str) -> AbstractBackend[P]:
-        for backend in self._backends:
-            if backend.name == name:
-                return backend
-        raise QuantError(f"{self.kind} has no backend {name!r}; {near_names(name, self.names())}")
-
-    def names(self) -> tuple[str, ...]:
-        """The name of each backend."""
-        return tuple(backend.name for backend in self._backends)
-
-
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[P]):
     """The backend that computes a problem.
@@ -86,11 +71,25 @@ class Choice(Generic[P]):
     kernels: tuple[AbstractBackend[P], ...]
 
 
-def select(backends: Backends[P], problem: P, backend: "str | AbstractBackend[P] | None" = None) -> Choice[P]:
+def named(backends: Sequence[AbstractBackend[P]], name: str) -> AbstractBackend[P]:
+    """The backend of a name.
+
+    Raises:
+        QuantError: when there is none.
+    """
+    for backend in backends:
+        if backend.name == name:
+            return backend
+    raise QuantError(f"no backend is named {name!r}; {near_names(name, tuple(backend.name for backend in backends))}")
+
+
+def select(
+    backends: Sequence[AbstractBackend[P]], problem: P, backend: "str | AbstractBackend[P] | None" = None
+) -> Choice[P]:
     """Selects the backend for a problem; each is asked once.
 
     Args:
-        backends: the operation's backends.
+        backends: the operation's backends, in the order in which they are asked; the last one supports every problem.
         problem: what to compute.
         backend: the only backend to use, or its name; None chooses.
 
@@ -102,12 +101,12 @@ def select(backends: Backends[P], problem: P, backend: "str | AbstractBackend[P]
         QuantError: for an unknown name.
     """
     if backend is not None:
-        named = backend
-        if isinstance(named, str):
-            named = backends[named]
-        if reason := named.unsupported(problem):
-            raise UnsupportedError(f"{backends.kind} cannot run {problem}", {named.name: reason})
-        return Choice(named, {}, (named,))
+        only = backend
+        if isinstance(only, str):
+            only = named(backends, only)
+        if reason := only.unsupported(problem):
+            raise UnsupportedError(f"{problem.operation} cannot run {problem}", {only.name: reason})
+        return Choice(only, {}, (only,))
     reasons: dict[str, str] = {}
     usable: list[AbstractBackend[P]] = []
     chosen = None
@@ -122,7 +121,7 @@ def select(backends: Backends[P], problem: P, backend: "str | AbstractBackend[P]
         elif chosen is None:
             reasons[candidate.name] = str(reason)
     if chosen is None:
-        raise UnsupportedError(f"{backends.kind} cannot run {problem}", reasons)
+        raise UnsupportedError(f"{problem.operation} cannot run {problem}", reasons)
     by_platform = {kernel.platform: kernel for kernel in reversed(usable) if kernel.platform is not None}
     return Choice(chosen, reasons, tuple(by_platform.values()))
 

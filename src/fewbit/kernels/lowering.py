@@ -53,7 +53,7 @@ def are_split(*arrays: object) -> bool:
 _primitive = Primitive("fewbit_required_platform")
 
 
-def require_platform(x: jax.Array, backend: AbstractBackend[Any], kind: str) -> jax.Array:
+def require_platform(x: jax.Array, backend: AbstractBackend[Any], operation: str) -> jax.Array:
     """The array; compiling it for another platform than the backend's raises.
 
     The platform is known when a program is lowered, not when it is traced; so the array passes through an identity primitive
@@ -62,7 +62,7 @@ def require_platform(x: jax.Array, backend: AbstractBackend[Any], kind: str) -> 
     Args:
         x: the array.
         backend: the backend that was named.
-        kind: the kind of its registry, for errors.
+        operation: its operation, for errors.
 
     Returns:
         `x`.
@@ -72,7 +72,7 @@ def require_platform(x: jax.Array, backend: AbstractBackend[Any], kind: str) -> 
     """
     if backend.platform is None:
         return x
-    return _bound(x, platform=backend.platform, name=backend.name, kind=kind)
+    return _bound(x, platform=backend.platform, name=backend.name, operation=operation)
 
 
 def _bound(x: ArrayLike, **settings: str) -> jax.Array:
@@ -80,10 +80,10 @@ def _bound(x: ArrayLike, **settings: str) -> jax.Array:
     return y
 
 
-def _lowered(here: str | None, _: object, x: T, *, platform: str, name: str, kind: str) -> list[T]:
+def _lowered(here: str | None, _: object, x: T, *, platform: str, name: str, operation: str) -> list[T]:
     if here != platform:
         reason = f"it runs on {platform}, and the program is compiled for {here or 'another platform'}"
-        raise UnsupportedError(f"{kind} cannot run here", {name: reason})
+        raise UnsupportedError(f"{operation} cannot run here", {name: reason})
     return [x]
 
 

@@ -272,7 +272,7 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
 
 def _is_transposed(x: object) -> bool:
     """Whether the product reads the array before its transpose, which a jitted function does not see."""
-    return isinstance(x, QArray) and x.untransposed[0] is not x
+    return isinstance(x, QArray) and x.transposed_from is not None
 
 
 def _matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
@@ -322,11 +322,9 @@ def untransposed(lhs: PyTree, rhs: PyTree, numbers: DimensionNumbers) -> tuple[P
     """The same product on the arrays before a transpose, where the result's axes keep their order."""
     operands, axes = [lhs, rhs], [[numbers[0][side], numbers[1][side]] for side in (0, 1)]
     for side, q in enumerate(operands):
-        if not isinstance(q, QArray):
+        if not isinstance(q, QArray) or q.transposed_from is None:
             continue
-        source, order = q.untransposed
-        if source is q:
-            continue
+        source, order = q.transposed_from
         free = [order[a] for a in range(len(order)) if a not in axes[side][0] and a not in axes[side][1]]
         if free == sorted(free):
             operands[side] = source

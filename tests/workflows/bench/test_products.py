@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.backend import Backends
 from fewbit.kernels.qmatmul import BACKENDS, dispatch
 from fewbit.kernels.qmatmul.reference import Reference
 from fewbit.workflows.bench import products as speed
@@ -46,7 +45,7 @@ class Poisoned(Reference):
 
 def test_a_wrong_product_is_not_timed(monkeypatch):
     monkeypatch.setattr(speed, "timed", None)
-    monkeypatch.setattr(dispatch, "BACKENDS", Backends("qmatmul", Poisoned(), *BACKENDS))
+    monkeypatch.setattr(dispatch, "BACKENDS", (Poisoned(), *BACKENDS))
     with pytest.raises(fb.UnsupportedError, match="results exceed the rounding tolerance; not benchmarking") as caught:
         speed.measured(dataclasses.replace(TINY, rows=(2, 5), backend="poisoned"))
     assert list(caught.value.reasons) == ["int8 [N, K], 32 x 32", "int8 [K, N], 32 x 32"]

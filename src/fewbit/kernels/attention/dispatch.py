@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float
 
 from ...array.qarray import QArray
-from ..backend import AbstractBackend, Backends, select
+from ..backend import AbstractBackend, select
 from ..lowering import require_platform
 from .cpu.backend import Cpu
 from .problem import AttentionProblem, Block, Queries
 from .reference import Reference
 
-BACKENDS = Backends("attention", Cpu(), Reference())
+BACKENDS = (Cpu(), Reference())
 """The backends of attention, in the order in which they are asked."""
 
 
@@ -61,7 +61,7 @@ def attention(
     if backend is None:
         return chosen.run(problem, q, blocks, sinks)
     if isinstance(q, QArray):
-        q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, BACKENDS.kind))
+        q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, problem.operation))
     else:
-        q = require_platform(q, chosen, BACKENDS.kind)
+        q = require_platform(q, chosen, problem.operation)
     return chosen.run(problem, q, blocks, sinks)

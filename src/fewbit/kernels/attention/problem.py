@@ -14,6 +14,7 @@ from ...array.scheme import Scheme
 from ...array.validity import refuse_invalid
 from ...errors import QuantError
 from ...formats.format import FORMATS
+from ..backend import AbstractProblem
 from ..qmatmul.problem import Operand
 
 KVValues: TypeAlias = Float[Array, "*L B K S h"] | QArray
@@ -115,7 +116,7 @@ def window_start(seen: Int[Array, " T"], window: Int[Array, ""] | int) -> Int[Ar
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(AbstractProblem):
     """What a backend needs to decide whether it supports an attention call.
 
     Attributes:
@@ -128,6 +129,7 @@ class AttentionProblem:
         soft_cap: the soft cap of the logits; 0: none.
     """
 
+    operation = "attention"
     q: Operand
     keys: tuple[Operand, ...]
     values: tuple[Operand, ...]

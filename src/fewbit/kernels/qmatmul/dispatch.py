@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ...array.qarray import QArray
-from ..backend import AbstractBackend, Backends, select
+from ..backend import AbstractBackend, select
 from .cpu.backend import Cpu
 from .gpu.backend import TritonGPU
 from .kernel import AbstractKernel
@@ -16,7 +16,7 @@ from .problem import DimensionNumbers, Operand, Problem
 from .reference import Reference, decodes_both
 from .tpu.backend import PallasTPU
 
-BACKENDS = Backends("qmatmul", PallasTPU(), TritonGPU(), Cpu(), Reference())
+BACKENDS = (PallasTPU(), TritonGPU(), Cpu(), Reference())
 """The backends of matmuls, in the order in which they are asked."""
 
 

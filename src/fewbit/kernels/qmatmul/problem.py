@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ...errors import QuantError
+from ..backend import AbstractProblem
 from .matrix_view import DimensionNumbers as DimensionNumbers
 from .matrix_view import MatrixView, matrix_view
 from .matrix_view import Operand as Operand
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(AbstractProblem):
     """A `lax.dot_general` or `lax.ragged_dot` of operands that may be quantized.
 
     Attributes:
@@ -32,6 +33,7 @@ class Problem:
             or `[G, N, K]`, as in `lax.ragged_dot`; axis 0 of `rhs` is its only batch axis.
     """
 
+    operation = "qmatmul"
     lhs: Operand
     rhs: Operand
     dimension_numbers: DimensionNumbers

@@ -14,7 +14,7 @@ from ...array.quantize import checked, dequantized, float_dtype, quantized, shar
 from ...array.scheme import Scheme
 from ...array.scheme import scheme as as_scheme
 from ...errors import QuantError
-from ..backend import AbstractBackend, Backends, select
+from ..backend import AbstractBackend, select
 from ..lowering import are_split, require_platform
 from .cpu.backend import CpuDequantizer, CpuQuantizer
 from .gpu.backend import TritonDequantizer, TritonQuantizer
@@ -23,9 +23,9 @@ from .reference import ReferenceDequantizer, ReferenceQuantizer
 from .tpu.backend import PallasTPUQuantizer
 from .tpu.dequantize_backend import PallasTPUDequantizer
 
-QUANTIZERS = Backends("quantize", PallasTPUQuantizer(), TritonQuantizer(), CpuQuantizer(), ReferenceQuantizer())
+QUANTIZERS = (PallasTPUQuantizer(), TritonQuantizer(), CpuQuantizer(), ReferenceQuantizer())
 """The backends of quantize, in the order in which they are asked."""
-DEQUANTIZERS = Backends("dequantize", PallasTPUDequantizer(), TritonDequantizer(), CpuDequantizer(), ReferenceDequantizer())
+DEQUANTIZERS = (PallasTPUDequantizer(), TritonDequantizer(), CpuDequantizer(), ReferenceDequantizer())
 """The backends of dequantize, in the order in which they are asked."""
 
 Quantizer: TypeAlias = AbstractBackend[Quantization]
@@ -122,7 +122,7 @@ def _quantize(
     if not x.size:  # nothing to compute
         return quantized(x, bound, *given, problem.shared_noise)
     if backend is not None:
-        x = require_platform(x, chosen, QUANTIZERS.kind)
+        x = require_platform(x, chosen, problem.operation)
     q: Any = chosen.run(problem, x, *given)
     return q
 
@@ -166,7 +166,7 @@ def _dequantize(q: QArray, dtype: DTypeLike | None, backend: str | Dequantizer |
     if not q.size:  # nothing to compute
         return dequantized(q, dtype)
     if backend is not None:
-        q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, DEQUANTIZERS.kind))
+        q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, problem.operation))
     return chosen.run(problem, q)
 
 

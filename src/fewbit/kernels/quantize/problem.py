@@ -5,10 +5,11 @@ from collections.abc import Hashable
 
 from ..._tiles import Tile
 from ...array.scheme import Scheme
+from ..backend import AbstractProblem
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantization:
+class Quantization(AbstractProblem):
     """A call of `quantize`.
 
     Attributes:
@@ -21,6 +22,7 @@ class Quantization:
         shared_noise: the axes along which elements share a random number, non-negative and ascending.
     """
 
+    operation = "quantize"
     shape: tuple[int, ...]
     dtype: str
     scheme: Scheme
@@ -40,7 +42,7 @@ class Quantization:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoding:
+class Decoding(AbstractProblem):
     """A call of `dequantize`.
 
     Attributes:
@@ -50,6 +52,7 @@ class Decoding:
         tiles: its tiles, derived from the shape of its scales.
     """
 
+    operation = "dequantize"
     shape: tuple[int, ...]
     dtype: str
     scheme: Scheme

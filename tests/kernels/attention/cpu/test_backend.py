@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.attention import BACKENDS, AttentionProblem, Block, Cpu, attention, seen_positions, window_start
+from fewbit.kernels.attention import AttentionProblem, Block, Cpu, attention, seen_positions, window_start
 from fewbit.kernels.extension import Extension, extension
 from fewbit.kvcache import kv_policy
 from tests.kvcache.formula import by_formula, draws
@@ -248,8 +248,8 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     with pytest.raises(fb.UnsupportedError, match="come in 2 blocks; it takes one"):
         attention(q, pair, backend="cpu")
     problem = AttentionProblem.of(q, [block.of_layer()])
-    assert "no layer of a KV cache" in str(BACKENDS["cpu"].not_chosen(problem))
-    assert "CPU devices" in str(BACKENDS["cpu"].not_chosen(AttentionProblem.of(q, [block])))  # as many as the tests have
+    assert "no layer of a KV cache" in str(Cpu().not_chosen(problem))
+    assert "CPU devices" in str(Cpu().not_chosen(AttentionProblem.of(q, [block])))  # as many as the tests have
     monkeypatch.setattr(
         "fewbit.kernels.attention.cpu.backend.extension", lambda module: Extension(missing="it is not built")
     )

@@ -15,14 +15,14 @@ from fewbit.array.packing import code_capacity, pack, paired
 from fewbit.array.scales import CentredAbsMax
 from fewbit.formats import AbstractFormat
 from fewbit.kernels.extension import HOW_TO_BUILD, Extension, extension
-from fewbit.kernels.qmatmul import BACKENDS, Problem
+from fewbit.kernels.qmatmul import Cpu, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 from tests.conformance import array_laws as laws
 
 BUILT = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
 
-CPU = BACKENDS["cpu"] if "cpu" in BACKENDS.names() else None
+CPU = Cpu()
 LEVELS = ("portable", "avx2", "avx512")
 HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[:1]  # arm64 has one of its own
 ROWS, COLS = 70, 200  # no tile of a preset divides either

@@ -9,7 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.kernels.extension import extension
-from fewbit.kernels.qmatmul import BACKENDS, Problem
+from fewbit.kernels.qmatmul import Cpu, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 from tests.conformance import array_laws as laws
 
@@ -31,7 +31,7 @@ def quantized(scheme: str, shape: tuple[int, ...], axis: int = -1) -> fb.QArray:
 
 def by_kernel(lhs: fb.QArray, rhs: fb.QArray, numbers, isa: str | None = None) -> np.ndarray:
     problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers)
-    backend = dataclasses.replace(BACKENDS["cpu"], isa=isa)
+    backend = dataclasses.replace(Cpu(), isa=isa)
     assert backend.unsupported(problem) is None
     return np.asarray(backend.run(problem, lhs, rhs))
 
@@ -143,7 +143,7 @@ def test_policies_gradients_and_vmap():
 
 def test_refusals():
     def refusal(lhs, rhs, numbers=LAST, **settings):
-        return BACKENDS["cpu"].unsupported(Problem(Operand.of(lhs), Operand.of(rhs), numbers, **settings))
+        return Cpu().unsupported(Problem(Operand.of(lhs), Operand.of(rhs), numbers, **settings))
 
     x = quantized("int8", (3, 64))
     assert refusal(x, quantized("nf4", (2, 64))) == (

@@ -7,10 +7,11 @@ import pytest
 
 import fewbit as fb
 from fewbit.kernels.extension import extension
-from fewbit.kernels.qmatmul import BACKENDS, Cpu, Problem
+from fewbit.kernels.qmatmul import Cpu, Problem
 from fewbit.kernels.qmatmul.blocks import block_product
 from fewbit.kernels.qmatmul.cpu.ffi import INTEGER_LEVELS
 from fewbit.kernels.qmatmul.problem import Operand
+from fewbit.kernels.qmatmul.reference import Reference
 from tests.kernels.unfused import unfused
 
 BUILT = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm")
@@ -85,8 +86,8 @@ def test_the_matrix_of_a_group_without_rows_is_not_read():
 def test_reasons():
     q, x = fb.quantize(jnp.asarray(random(3, 32, 16)), "int8", axis=-2), jnp.ones((5, 32), jnp.float32)
     problem = Problem.ragged(Operand.of(x), Operand.of(q))
-    assert "XLA cannot split its calls over them" in str(BACKENDS["cpu"].not_chosen(problem))
-    assert BACKENDS["cpu"].unsupported(problem) is None
+    assert "XLA cannot split its calls over them" in str(Cpu().not_chosen(problem))
+    assert Cpu().unsupported(problem) is None
     with pytest.raises(fb.UnsupportedError, match=r"cpu: it multiplies float32 into int32; both must be one of float32"):
         fb.ragged_dot(x, q, jnp.array([4, 0, 1]), preferred_element_type=jnp.int32, backend="cpu")
 
@@ -99,7 +100,7 @@ def test_whole_rows_of_integers_have_the_bits_of_the_reference(name: str):
     x, q = fb.quantize(jnp.asarray(random(24, 70)), "int8"), fb.quantize(jnp.asarray(random(4, 70, 37)), name, axis=-2)
     for experts, contracts_cols in ((q, False), (q.swapaxes(1, 2), True)):
         problem = Problem.ragged(Operand.of(x), Operand.of(experts), contracts_cols)
-        reference = jax.jit(lambda *operands, problem=problem: BACKENDS["reference"].run(problem, *operands))
+        reference = jax.jit(lambda *operands, problem=problem: Reference().run(problem, *operands))
         product = {
             isa: jax.jit(lambda *operands, problem=problem, isa=isa: Cpu(isa).run(problem, *operands)) for isa in LEVELS
         }

@@ -14,7 +14,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.array.packing import paired
-from fewbit.kernels.backend import Backends, select
+from fewbit.kernels.backend import select
 from fewbit.kernels.qmatmul import BACKENDS, PallasTPU, Problem, dispatch
 from fewbit.kernels.qmatmul.problem import Operand
 from fewbit.kernels.qmatmul.tpu.blocks import Block, Config, Cut, bytes_moved, fitting
@@ -156,7 +156,7 @@ class OnCpu(PallasTPU):
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     backend = OnCpu()
-    monkeypatch.setattr(dispatch, "BACKENDS", Backends("qmatmul", backend, *dispatch.BACKENDS))
+    monkeypatch.setattr(dispatch, "BACKENDS", (backend, *dispatch.BACKENDS))
     return backend
 
 
@@ -241,7 +241,7 @@ def test_a_process_with_one_device_takes_the_kernel_where_a_program_is_compiled_
 
 def test_several_devices_leave_it_aside():
     problem = Problem(Operand((2, 32), "float32", None), Operand((4, 32), "float32", fb.SCHEMES["int8"]), NUMBERS)
-    assert str(BACKENDS["pallas_tpu"].not_chosen(problem)).startswith("there are several devices")
+    assert str(PallasTPU().not_chosen(problem)).startswith("there are several devices")
     assert select(BACKENDS, problem).reasons["pallas_tpu"] == "it runs on tpu, the device is cpu"
 
 

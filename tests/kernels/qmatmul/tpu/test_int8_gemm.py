@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.qmatmul import BACKENDS, PallasTPU, Problem
+from fewbit.kernels.qmatmul import PallasTPU, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 from fewbit.kernels.qmatmul.tpu.blocks import Config, bytes_moved
 from fewbit.kernels.qmatmul.tpu.int8_blocks import Pair
@@ -90,7 +90,7 @@ def test_vmap_and_stacks():
 def test_refusals(monkeypatch: pytest.MonkeyPatch):
     def refusal(left: str, right: str, **settings: Any) -> str | None:
         sides = (Operand((4, 256), "float32", fb.scheme(name).along(-1, 2)) for name in (left, right))
-        return BACKENDS["pallas_tpu"].unsupported(Problem(*sides, LAST, **settings))
+        return PallasTPU().unsupported(Problem(*sides, LAST, **settings))
 
     assert refusal("int8", "int4_g64") is None
     assert refusal("fp8", "fp8") is None

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.backend import Backends
 from fewbit.kernels.qmatmul import PallasTPU, Problem, dispatch
 from fewbit.kernels.qmatmul.tpu.blocks import Block, Config, Cut, bytes_moved
 from fewbit.kernels.qmatmul.tpu.problem import Form
@@ -103,7 +102,7 @@ class OnCpu(PallasTPU):
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     backend = OnCpu()
-    monkeypatch.setattr(dispatch, "BACKENDS", Backends("qmatmul", backend, *dispatch.BACKENDS))
+    monkeypatch.setattr(dispatch, "BACKENDS", (backend, *dispatch.BACKENDS))
     return backend
 
 
