@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,9 @@ from jaxtyping import PyTree
 from ..array.qarray import is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import Measurements, Observed, calibration_rules, observed
-from ..ops.interpret.parameter_uses import Product, Use
-from ..ops.interpret.transparent import Decoded, evaluated
+from ..ops.interpret.parameter_uses import Product
+from ..ops.interpret.traced import Traced
+from ..ops.interpret.transparent import Decoded, evaluate, evaluator
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
 from ..recipe.resolution import Resolution
@@ -71,42 +72,53 @@ def observe(
     """
     resolved, measure = as_recipe(recipe), Measure(rule, tuple(collect))
     found: dict[str, Any] | None = None
-    uses: Mapping[str, tuple[Use, ...]] = {}
-    products: tuple[Product, ...] = ()
+    plan: Resolution | None = None  # of the first batch
     decoded: list[Decoded] = []
     joined = jax.jit(lambda earlier, later: {path: measure.joined(earlier[path], later[path]) for path in earlier})
 
     @functools.partial(jax.jit, static_argnums=0)
     def measured(others: _Static, arrays: list[Any]) -> dict[str, Any]:
+        nonlocal plan
         params, inputs = others.merged(arrays)
-
-        def called(params: PyTree, *inputs: PyTree) -> PyTree:
-            return fn(params, *inputs, **kwargs)
-
+        traced = Traced.of(functools.partial(fn, **kwargs), (params, *inputs), {})
+        here = Resolution.of_traced(resolved, traced, params)
+        plan = plan or here
         notes = Measurements(measure)
-        chosen = {p.name: Observed(None, _label(p.name), notes, is_parameter=False) for p in products}
-        run = evaluated(called, "dequantize", decoded.append, lambda _: chosen, calibration_rules(notes))
-        run(observed(params, paths, notes), *inputs)
+        interpreter = evaluator("dequantize", decoded.append, calibration_rules(notes))
+        chosen = []
+        for product in _measured_products(plan, collect):
+            if product.name in here.places:
+                proxy = Observed(None, _label(product.name), notes, is_parameter=False)
+                chosen.append((product, here.places[product.name], proxy))
+        evaluate(interpreter, traced, (observed(params, _measured_paths(plan), notes), *inputs), {}, chosen)
         return notes.found
 
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
-        if found is None:
-            plan = Resolution.of(resolved, fn, params, *inputs, **kwargs)
-            uses = {path: one.uses for path, one in plan.parameters.items()}
-            paths = [path for path in plan.policies if any(use.op in PRODUCT_OPS for use in uses[path])]
-            if "range" in collect:
-                quantized = plan.product_policies
-                products = tuple(product for product in plan.products if product.name in quantized)
         now = measured(*_split((params, inputs)))
+        assert plan is not None
+        paths, products = _measured_paths(plan), _measured_products(plan, collect)
         _refuse_missing(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
         found = now if found is None else joined(found, now)
-    if found is None:
+    if found is None or plan is None:
         raise QuantError("batches is empty; pass at least one batch")
-    ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found if path in uses)
+    known = plan.parameters
+    ops = tuple((path, tuple(dict.fromkeys(use.op for use in known[path].uses))) for path in found if path in known)
     pairs = {product.name: found[_label(product.name)] for product in products}
-    own = tuple(plan.parameters[path].role for path, _ in ops)
+    own = tuple(known[path].role for path, _ in ops)
     return Stats({path: found[path] for path, _ in ops}, ops, own, pairs, tuple((p.name, p.op) for p in products))
+
+
+def _measured_paths(plan: Resolution) -> list[str]:
+    """The parameters that have a policy and a product."""
+    return [path for path in plan.policies if any(use.op in PRODUCT_OPS for use in plan.parameters[path].uses)]
+
+
+def _measured_products(plan: Resolution, collect: Sequence[Statistic]) -> list[Product]:
+    """The products without a parameter that have a policy, where ranges are collected."""
+    if "range" not in collect:
+        return []
+    return [product for product, _ in plan.chosen_products.values()]
 
 
 def _label(name: str) -> str:

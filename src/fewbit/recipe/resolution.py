@@ -1,6 +1,7 @@
 """Resolution: a recipe matched against one traced function."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -9,7 +10,8 @@ from jaxtyping import PyTree
 
 from ..array.scheme import laid_along
 from ..errors import QuantError
-from ..ops.interpret.parameter_uses import Product, Use, array_paths, parameter_uses
+from ..ops.interpret.parameter_uses import Place, Product, Use, Uses, array_paths, parameter_uses
+from ..ops.interpret.traced import Traced
 from ..ops.policy import Policy
 from ..ops.qat.serving_tiles import ServingTiles, axis_within
 from .matching import (
@@ -83,12 +85,14 @@ class Resolution:
         parameters: each parameter under its rule, by its path.
         products: the products without a parameter, in the order of the trace.
         product_rules: for each product, by its name, the first rule that matches it, or None.
+        places: for each product, by its name, its equation in the trace and those around it.
     """
 
     recipe: Recipe
     parameters: Mapping[str, Resolved]
     products: tuple[Product, ...]
     product_rules: Mapping[str, Rule | None]
+    places: Mapping[str, Place]
 
     @classmethod
     def of(cls, recipe: Recipe, fn: Callable[..., Any], params: PyTree, *inputs: PyTree, **kwargs: object) -> Self:
@@ -105,7 +109,21 @@ class Resolution:
             QuantError: when a rule that is not optional matches nothing, when uses of a parameter want tiles along different
                 axes and its rule names none, and for groups of a sparsity that do not fit a parameter.
         """
-        return cls.of_roles(recipe, lambda params, *inputs: fn(params, *inputs, **kwargs), params, inputs, {})
+        return cls.of_traced(recipe, Traced.of(functools.partial(fn, **kwargs), (params, *inputs), {}), params)
+
+    @classmethod
+    def of_traced(cls, recipe: Recipe, traced: Traced, params: PyTree) -> Self:
+        """Resolves a recipe against a function that is traced already.
+
+        Args:
+            recipe: the recipe.
+            traced: the function of `params` and other arguments.
+            params: the tree of parameters with which it was traced.
+
+        Raises:
+            QuantError: as `of`.
+        """
+        return cls._of_uses(recipe, parameter_uses(traced, params), params, {})
 
     @classmethod
     def of_roles(
@@ -128,22 +146,30 @@ class Resolution:
         Raises:
             QuantError: as `of`; without code for a recipe with rules for products without a parameter.
         """
-        leaves, products = array_paths(params), ()
-        if fn is None and recipe.products:
+        if fn is not None:
+            return cls._of_uses(recipe, parameter_uses(Traced.of(fn, (params, *inputs), {}), params), params, roles)
+        if recipe.products:
             raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
-        if fn is None:
+        return cls._of_uses(recipe, None, params, roles)
+
+    @classmethod
+    def _of_uses(cls, recipe: Recipe, found: Uses | None, params: PyTree, roles: Mapping[str, TensorRole]) -> Self:
+        """Resolves a recipe with the uses of a trace, or with the given roles only."""
+        leaves = array_paths(params)
+        if found is None:
             known = dict.fromkeys(leaves, (Role.UNKNOWN, ""))
             uses: dict[str, tuple[Use, ...]] = dict.fromkeys(leaves, ())
             uses |= {path: one.uses(len(leaves[path].shape)) for path, one in roles.items() if path in leaves}
+            found = Uses(uses, (), {})
         else:
-            uses, products = parameter_uses(fn, params, *inputs)
-            known = {path: (role, "trace") for path, role in traced_roles(uses).items()}
+            known = {path: (role, "trace") for path, role in traced_roles(found.parameters).items()}
         known |= {path: (one.role, one.source) for path, one in roles.items()}
-        rules = matched_rules(recipe, uses, {path: role for path, (role, _) in known.items()})
+        rules = matched_rules(recipe, found.parameters, {path: role for path, (role, _) in known.items()})
         parameters = {
-            path: _of_parameter(path, leaf, *known[path], uses[path], rules[path]) for path, leaf in leaves.items()
+            path: _of_parameter(path, leaf, *known[path], found.parameters[path], rules[path])
+            for path, leaf in leaves.items()
         }
-        return cls(recipe, parameters, products, matched_product_rules(recipe, products))
+        return cls(recipe, parameters, found.products, matched_product_rules(recipe, found.products), found.places)
 
     @property
     def policies(self) -> dict[str, Policy]:
@@ -154,6 +180,12 @@ class Resolution:
     def product_policies(self) -> dict[str, Policy]:
         """The policies of the products without a parameter that have one, by name."""
         return {name: rule.policy for name, rule in self.product_rules.items() if rule and rule.policy is not None}
+
+    @property
+    def chosen_products(self) -> dict[str, tuple[Product, Place]]:
+        """The products without a parameter that have a policy, with their places, by name."""
+        policies = self.product_policies
+        return {product.name: (product, self.places[product.name]) for product in self.products if product.name in policies}
 
     @property
     def sparsities(self) -> dict[str, Sparsity]:

@@ -11,7 +11,8 @@ from ..array import scheme
 from ..array.qarray import is_qarray
 from ..array.scheme import Scheme
 from ..ops.interpret.parameter_uses import parameter_paths
-from ..ops.interpret.transparent import Decoded, evaluated
+from ..ops.interpret.traced import Traced
+from ..ops.interpret.transparent import Decoded, evaluate, evaluator
 from ..ops.policy import SchemeSpec
 from ..ops.qat.delayed_scales import StepScales
 from ..ops.qat.latent import Label, Latent
@@ -77,7 +78,7 @@ def train(
     resolved, exchanged = as_recipe(recipe), None
     if reduction is not None:
         exchanged = scheme(reduction)
-    kept = evaluated(fn, "dequantize", report, None)
+    interpreter = evaluator("dequantize", report)
 
     def trained(
         params: PyTree,
@@ -87,19 +88,19 @@ def train(
         sparsity: ModelSparsity | None = None,
         **kwargs: object,
     ) -> R:
-        found = Resolution.of(resolved, fn, params, *args, **kwargs)
+        traced = Traced.of(fn, (params, *args), kwargs)
+        found = Resolution.of_traced(resolved, traced, params)
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
         if sparsity is not None or found.sparsities:
             params = masked(params, sparsity, found.sparsities)
-        run = kept
-        if found.product_policies:
+        chosen = []
+        for name, policy in found.product_policies.items():
             product_key = None if key is None else jax.random.fold_in(key, 1)
-            chosen = {
-                name: Latent(None, product_key, policy, product_scales.get(name), label=Label(name))
-                for name, policy in found.product_policies.items()
-            }
-            run = evaluated(fn, "dequantize", report, lambda _: chosen)
-        return run(_latents(params, found, key, scales, exchanged), *args, **kwargs)
+            latent = Latent(None, product_key, policy, product_scales.get(name), label=Label(name))
+            chosen.append((*found.chosen_products[name], latent))
+        latents = _latents(params, found, key, scales, exchanged)
+        result: R = evaluate(interpreter, traced, (latents, *args), kwargs, chosen)
+        return result
 
     trained.__name__ = getattr(fn, "__name__", "trained")
     trained.__doc__ = fn.__doc__

@@ -7,6 +7,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.ops.interpret.parameter_uses import parameter_uses
+from fewbit.ops.interpret.traced import Traced
 
 RNG = np.random.default_rng(0)
 TABLE, STACK = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((24, 64), (3, 24, 64)))
@@ -136,7 +137,8 @@ def test_layers_of_an_ensemble_are_followed_through_the_gather_that_vmap_makes()
     def net(w, x):
         return jax.vmap(lambda w: jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ w[i]), x), in_axes=1)(w)
 
-    (use,) = parameter_uses(net, params, TABLE[:4, :16])[0][""]
+    traced = Traced.of(net, (params, TABLE[:4, :16]), {})
+    (use,) = parameter_uses(traced, params).parameters[""]
     assert (use.op, use.axes, use.stacked, use.batch) == ("dot_general", (-2,), (-4,), (-3,))
 
 

@@ -4,12 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fewbit.ops.interpret.parameter_uses import Use, parameter_paths, parameter_uses
+from fewbit.ops.interpret.parameter_uses import Use, Uses, parameter_paths, parameter_uses
+from fewbit.ops.interpret.traced import Traced
+
+
+def found(fn, params, *inputs) -> Uses:
+    return parameter_uses(Traced.of(fn, (params, *inputs), {}), params)
 
 
 def uses(fn, params, *inputs):
-    found, _ = parameter_uses(fn, params, *inputs)
-    return {path: [(u.op, u.axes, u.stacked) for u in us] for path, us in found.items()}
+    return {path: [(u.op, u.axes, u.stacked) for u in us] for path, us in found(fn, params, *inputs).parameters.items()}
 
 
 W = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -72,8 +76,8 @@ def test_look_ups_convolutions_and_the_rest_are_named():
     assert conv[""] == [("conv_general_dilated", (-1, -2), ())]  # the window, then the input channels, along which tiles run
     assert uses(lambda w, x: x * w.sum(), W, X)[""][0][0] == "reduce_sum"
     assert uses(lambda p, x: x, {"a": W}, X) == {"a": []}
-    assert isinstance(parameter_uses(lambda w, x: x @ w.T, W, X)[0][""][0], Use)
-    assert "test_parameter_uses.py" in parameter_uses(lambda w, x: jax.lax.dot(x, w.T), W, X)[0][""][0].source
+    assert isinstance(found(lambda w, x: x @ w.T, W, X).parameters[""][0], Use)
+    assert "test_parameter_uses.py" in found(lambda w, x: jax.lax.dot(x, w.T), W, X).parameters[""][0].source
 
 
 def test_products_without_a_parameter_are_named_by_their_scopes_or_their_place():
@@ -90,7 +94,7 @@ def test_products_without_a_parameter_are_named_by_their_scopes_or_their_place()
         x = jax.lax.scan(lambda c, _: (layer(c), None), x @ w.T @ w, None, length=2)[0]
         return jax.lax.cond(x.sum() > 0, lambda x: x @ x.T, lambda x: x[:, :4] @ x.T[:4], x)
 
-    _, products = parameter_uses(net, W, X)
+    products = found(net, W, X).products
     names = ["layer/attn/bd,cd->bc", "layer/attn", "layer/attn#2", "layer", "#1", "#2"]
     assert [p.name for p in products][:4] == names[:4]
     assert sorted(p.name for p in products[4:]) == names[4:]
@@ -101,7 +105,7 @@ def test_products_without_a_parameter_are_named_by_their_scopes_or_their_place()
 
 def test_axes_that_run_beside_the_other_operands_are_told_apart():
     experts, x = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32), jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
-    (use,) = parameter_uses(lambda w, x: jnp.einsum("ebi,eio->ebo", x, w), experts, x)[0][""]
+    (use,) = found(lambda w, x: jnp.einsum("ebi,eio->ebo", x, w), experts, x).parameters[""]
     assert (use.axes, use.batch, use.stacked) == ((-2,), (-3,), ())
 
 

@@ -206,14 +206,6 @@ def bound(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return [outputs]
 
 
-def logical(x: PyTree) -> PyTree:
-    """What traced code sees of a value: of a proxy its shape, dtype and sharding."""
-    if not is_proxy(x):
-        return x
-    leaf = jax.typeof(x.codes if isinstance(x, QArray) else jax.tree.leaves(x)[0])  # codes have the axes of the array
-    return leaf.update(shape=x.shape, dtype=x.dtype)
-
-
 def array_of(x: QArray | ArrayProxy) -> jax.Array:
     """The array that a proxy replaces."""
     if isinstance(x, ArrayProxy):

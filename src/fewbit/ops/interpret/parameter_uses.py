@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
@@ -24,6 +23,7 @@ from ...array.qarray import is_qarray
 from ...formats.format import is_exact_cast
 from .indices import CONSTANT, UNKNOWN, Atom, Fact, fact_of, inner_jaxpr, open_jaxpr, scan_operands, shape_of, while_operands
 from .lookup import Lookup
+from .traced import Traced, is_array
 
 Path: TypeAlias = str
 Place: TypeAlias = tuple[Any, ...]
@@ -164,70 +164,45 @@ def array_paths(params: PyTree) -> dict[Path, Any]:
     >>> list(array_paths({"w": jnp.ones(2), "activation": jnp.tanh, "rate": 0.1}))
     ['w']
     """
-    return {path: leaf for path, leaf in parameter_paths(params).items() if _is_array(leaf)}
+    return {path: leaf for path, leaf in parameter_paths(params).items() if is_array(leaf)}
 
 
-def _is_array(leaf: object) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """What a traced function does with its parameters.
 
-
-def _typed(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a leaf, and its sharding on an explicit mesh, where JAX has it in the type."""
-    like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    array = jax.tree.leaves(leaf)[0]  # of a QArray the codes, which have its axes
-    if isinstance(array, jax.Array):
-        sharding = jax.typeof(array).sharding
-    else:
-        sharding = getattr(array, "sharding", None)
-    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-        like = like.update(sharding=sharding)
-    return like
-
-
-def parameter_uses(
-    fn: Callable[..., Any], params: PyTree, *inputs: PyTree
-) -> tuple[dict[Path, tuple[Use, ...]], tuple[Product, ...]]:
-    """The uses of each array of `params` in `fn(params, *inputs)`, by path, and the products without a parameter.
-
-    Only shapes and dtypes matter; other leaves are passed through. The body of a loop counts once.
+    Attributes:
+        parameters: the uses of each array among the parameters, by path.
+        products: the products without a parameter, in the order of the trace.
+        places: for each of them, by name, its equation and those around it.
     """
-    names = list(parameter_paths(params))
-    leaves, treedef = jax.tree.flatten((params, inputs), is_leaf=is_qarray)
-    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
-    def flat(*arrays: jax.Array) -> PyTree:
-        filled = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            filled[place] = array
-        inner_params, inner_inputs = jax.tree.unflatten(treedef, filled)
-        return fn(inner_params, *inner_inputs)
+    parameters: dict[Path, tuple[Use, ...]]
+    products: tuple[Product, ...]
+    places: dict[str, Place]
 
-    shapes = [_typed(leaves[i]) for i in places]
-    closed = jax.make_jaxpr(flat)(*shapes)
-    start = [_Value() for _ in places]
-    for i, (place, like) in enumerate(zip(places, shapes, strict=True)):
-        if place < len(names):
-            start[i] = _Value(_Traced.whole(names[place], like.shape, like.dtype))
+
+def parameter_uses(traced: Traced, params: PyTree) -> Uses:
+    """The uses of each parameter in a traced function, and its products without a parameter.
+
+    Only shapes and dtypes matter. The body of a loop counts once.
+
+    Args:
+        traced: the function of `params` and other arguments. Keyword arguments count as constants.
+        params: the tree of parameters with which it was traced.
+    """
+    leaves = array_paths(params)
+    parameters = [_Value(_Traced.whole(path, leaf.shape, leaf.dtype)) for path, leaf in leaves.items()]
+    inputs = [_Value()] * (traced.positional - traced.first)
+    constants = [_Value(fact=CONSTANT)] * (len(traced.closed.jaxpr.invars) - traced.positional)
     found = _Found()
-    _follow(closed.jaxpr, start, found, _Scope())
-    uses: dict[Path, dict[Use, None]] = {path: {} for path in array_paths(params)}
+    _follow(traced.closed.jaxpr, [*parameters, *inputs, *constants], found, _Scope())
+    uses: dict[Path, dict[Use, None]] = {path: {} for path in leaves}
     for path, use in found.uses:
         uses[path][use] = None
-    return {path: tuple(own) for path, own in uses.items()}, found.named_products()
-
-
-def weightless_products(jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool]) -> tuple[tuple[Product, Place], ...]:
-    """The products of a trace without a parameter, named as in `parameter_uses`, each with its equation and those around it.
-
-    `are_parameters` says for each input of the trace whether it is a parameter.
-    """
-    start = [_Value() for _ in jaxpr.invars]
-    for i, (var, is_parameter) in enumerate(zip(jaxpr.invars, are_parameters, strict=True)):
-        if is_parameter:
-            start[i] = _Value(_Traced.whole(str(i), shape_of(var), var.aval.dtype))  # type: ignore[attr-defined]
-    found = _Found()
-    _follow(jaxpr, start, found, _Scope())
-    return tuple(zip(found.named_products(), (place for _, place in found.products), strict=True))
+    products = found.named_products()
+    places = {product.name: place for product, (_, place) in zip(products, found.products, strict=True)}
+    return Uses({path: tuple(own) for path, own in uses.items()}, products, places)
 
 
 def _follow(jaxpr: jex_core.Jaxpr, values: Sequence[_Value], found: _Found, scope: _Scope) -> list[_Value]:

@@ -13,13 +13,14 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from ..._patterns import Pattern
 from ..._registry import near_names
 from ...array.qarray import QArray, is_qarray
 from ...errors import QuantError
-from ...ops.interpret.parameter_uses import Use, parameter_paths, parameter_uses
+from ...ops.interpret.parameter_uses import Use, parameter_paths
 from ...recipe.matching import tile_axes
-from ...recipe.rule import PRODUCT_OPS
+from ...recipe.recipe import Recipe
+from ...recipe.resolution import Resolution, Resolved
+from ...recipe.rule import PRODUCT_OPS, Rule
 from ...recipe.sparsity import as_axes
 
 Weight: TypeAlias = jax.Array | np.ndarray | QArray
@@ -146,18 +147,18 @@ def init(
         raise QuantError(f"rank is {rank}, must be at least 1")
     if without_product not in ("error", "skip"):
         raise QuantError(f"without_product is {without_product!r}; must be 'error' or 'skip'")
-    leaves = parameter_paths(params)
-    matched = _matched(match, list(leaves))
-    uses, _ = parameter_uses(fn, params, *inputs)
-    found = {path: _axes(path, leaves[path], uses.get(path, ()), axis) for path in matched}
+    resolution = Resolution.of(Recipe((Rule(match, None, optional=True),)), fn, params, *inputs)
+    matched = _matched(match, resolution)
+    found = {path: _axes(one, axis) for path, one in matched.items()}
     fit = {path: axes for path, axes in found.items() if axes is not None}
     others = [path for path in matched if path not in fit]
     if others and (without_product == "error" or not fit):
-        reasons = "; ".join(f"{path} {_without_product(leaves[path], uses.get(path, ()))}" for path in others[:8])
+        reasons = "; ".join(f"{path} {_without_product(matched[path])}" for path in others[:8])
         remedy = "narrow match, or pass without_product='skip'" if fit else "match the weights of products"
         raise QuantError(f"match {match!r} matches {len(others)} parameters that no adapter fits: {reasons}; {remedy}")
     alpha = float(rank if alpha is None else alpha)
-    return {path: _fresh(path_key(key, path), leaves[path].shape, *axes, rank, alpha, dtype) for path, axes in fit.items()}
+    shapes = {path: matched[path].shape.shape for path in fit}
+    return {path: _fresh(path_key(key, path), shapes[path], *axes, rank, alpha, dtype) for path, axes in fit.items()}
 
 
 def path_key(key: Key[Array, ""], path: str) -> Key[Array, ""]:
@@ -165,22 +166,21 @@ def path_key(key: Key[Array, ""], path: str) -> Key[Array, ""]:
     return jax.random.fold_in(key, zlib.crc32(path.encode()))
 
 
-def _matched(match: str, paths: list[str]) -> list[str]:
-    pattern = Pattern(match, "match")
-    matched = [path for path in paths if pattern.fullmatch(path)]
+def _matched(match: str, resolution: Resolution) -> dict[str, Resolved]:
+    """The parameters that match, by path."""
+    matched = {path: one for path, one in resolution.parameters.items() if one.rule is not None}
     if not matched:
-        near = difflib.get_close_matches(match, paths, n=5, cutoff=0.0)
+        near = difflib.get_close_matches(match, list(resolution.parameters), n=5, cutoff=0.0)
         raise QuantError(
             f"match {match!r} matches no parameter; it must match a full path. The nearest are {', '.join(near)}"
         )
     return matched
 
 
-def _axes(
-    path: str, leaf: Any, uses: tuple[Use, ...], axis: int | tuple[int, ...] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _axes(weight: Resolved, axis: int | tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The inputs and the stacked axes of a weight; None for one that no adapter fits."""
-    products = tuple(use for use in uses if use.op in PRODUCT_OPS and use.axes)
+    path, leaf = weight.path, weight.shape
+    products = tuple(use for use in weight.uses if use.op in PRODUCT_OPS and use.axes)
     if not products or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None
     use: Use | None = products[0]
@@ -201,14 +201,12 @@ def _axes(
     return inputs, stacked
 
 
-def _without_product(leaf: Any, uses: tuple[Use, ...]) -> str:
+def _without_product(weight: Resolved) -> str:
     """The kind of a parameter that no adapter fits, and its uses."""
-    if not hasattr(leaf, "shape"):
-        return "is no array"
-    kind = f"{leaf.dtype.name}{list(leaf.shape)}"
-    if not uses:
+    kind = f"{weight.shape.dtype.name}{list(weight.shape.shape)}"
+    if not weight.uses:
         return f"{kind}, not used"
-    return f"{kind}, used by {', '.join(dict.fromkeys(use.op for use in uses))}"
+    return f"{kind}, used by {', '.join(dict.fromkeys(use.op for use in weight.uses))}"
 
 
 def _fresh(

@@ -499,7 +499,7 @@ def _measured(
 
     def run(x: Array, measure: AbstractMeasure) -> dict[str, Any]:
         notes = Measurements(measure)
-        evaluated(fn, "dequantize", None, None, calibration_rules(notes))(observed(params, paths, notes), x)
+        evaluated(fn, "dequantize", None, calibration_rules(notes))(observed(params, paths, notes), x)
         return notes.found
 
     found = run(x, measure)

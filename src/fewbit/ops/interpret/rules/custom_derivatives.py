@@ -16,8 +16,9 @@ from jax.extend import core as jex_core
 from jax.tree_util import Partial
 from jaxtyping import PyTree
 
-from ..evaluator import Evaluator, Rule, array_of, bound, logical
+from ..evaluator import Evaluator, Rule, array_of, bound
 from ..proxy import is_proxy
+from ..traced import abstract
 
 
 def _traced(evaluator: Evaluator, fn: Callable[..., Any], *args: PyTree) -> PyTree:
@@ -30,7 +31,7 @@ def _traced(evaluator: Evaluator, fn: Callable[..., Any], *args: PyTree) -> PyTr
         outputs, out_tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, arrays)))
         return outputs
 
-    closed = jax.make_jaxpr(flat)(*map(logical, leaves))
+    closed = jax.make_jaxpr(flat)(*map(abstract, leaves))
     return jax.tree.unflatten(out_tree, evaluator.evaluate(closed.jaxpr, closed.consts, leaves))
 
 
