@@ -10,14 +10,13 @@ import math
 import types
 from collections.abc import Container, Mapping
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ..array.qarray import QArray, is_qarray
 from ..errors import QuantError
 from ..kernels.quantize.dispatch import dequantize
-from ..ops.interpret.parameter_uses import parameter_paths
+from ..ops.interpret.parameter_uses import parameter_paths, with_leaves
 from ..recipe.plan import Plan
 from ..recipe.quantize_row import SupportsObservations
 from ..recipe.rows import PlanRow
@@ -84,7 +83,7 @@ def correct_biases(
             after[bias] = (old.astype(jnp.float32) + shift).astype(old.dtype)
         elif path in biases:
             raise QuantError(f"the bias {bias!r} of {path} is {old!r}; it must be a float array of shape {shift.shape}")
-    return jax.tree.unflatten(jax.tree.structure(quantized, is_leaf=is_qarray), list(after.values()))
+    return with_leaves(quantized, after)
 
 
 def bias_of(path: str, paths: Container[str]) -> str | None:

@@ -1,11 +1,9 @@
 """Quantizes a tree of parameters by a plan or a recipe."""
 
-import jax
 from jaxtyping import PyTree
 
-from ..array.qarray import is_qarray
 from ..errors import QuantError, UnsupportedError
-from ..ops.interpret.parameter_uses import array_paths, parameter_paths
+from ..ops.interpret.parameter_uses import array_paths, with_leaves
 from .method import NEAREST, AbstractMethod
 from .plan import Plan
 from .plan import plan as make_plan
@@ -67,12 +65,8 @@ def quantize_params(
             f"the plan is for another tree: it has no row for {missing[:5]}, and the tree does not have {extra[:5]}; "
             "make a plan of this tree"
         )
-    treedef = jax.tree.structure(params, is_leaf=is_qarray)
     seen = {path: observation_of(row, method, stats) for path, row in rows.items()}
-    every = parameter_paths(params) | {
-        path: quantize_row(leaves[path], row, method, seen[path]) for path, row in rows.items()
-    }
-    return jax.tree.unflatten(treedef, list(every.values()))
+    return with_leaves(params, {path: quantize_row(leaves[path], row, method, seen[path]) for path, row in rows.items()})
 
 
 def check_storable(plan: Plan) -> None:

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..array.qarray import is_qarray
 from ..errors import QuantError
-from ..ops.interpret.parameter_uses import array_paths, parameter_paths
+from ..ops.interpret.parameter_uses import array_paths, parameter_paths, with_leaves
 from ..recipe.recipe import RecipeLike
 from ..recipe.recipe import recipe as as_recipe
 from ..recipe.resolution import Resolution
@@ -66,9 +65,8 @@ class ModelSparsity:
         """
         self._leaves(params)
         leaves = parameter_paths(params)
-        leaves |= {path: rule.apply(jnp.asarray(leaves[path]), self._state(path)) for path, rule in self.rules}
-        treedef = jax.tree.structure(params, is_leaf=is_qarray)
-        return jax.tree.unflatten(treedef, list(leaves.values()))
+        masked = {path: rule.apply(jnp.asarray(leaves[path]), self._state(path)) for path, rule in self.rules}
+        return with_leaves(params, masked)
 
     def penalty(self, params: PyTree) -> Float[Array, ""]:
         """Half the sum of squares of all pruned weights, float32: `Sparsity.penalty`.

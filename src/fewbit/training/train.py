@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from ..array import scheme
-from ..array.qarray import is_qarray
 from ..array.scheme import Scheme
-from ..ops.interpret.parameter_uses import parameter_paths
+from ..ops.interpret.parameter_uses import parameter_paths, with_leaves
 from ..ops.interpret.traced import Traced
 from ..ops.interpret.transparent import Decoded, evaluate, evaluator
 from ..ops.policy import SchemeSpec
@@ -119,10 +118,9 @@ def _latents(
     random = [path for path, policy in policies.items() if policy.needs_key]
     if random and key is not None:
         keys = dict(zip(random, jax.random.split(key, len(random)), strict=True))
-    leaves = parameter_paths(params)
+    leaves, latents = parameter_paths(params), {}
     for path, policy in policies.items():
         served = found.parameters[path].served
         value, label = jnp.asarray(leaves[path]), Label(path)
-        leaves[path] = Latent(value, keys.get(path), policy, scales.get(path), None, served, label, reduction)
-    treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    return jax.tree.unflatten(treedef, list(leaves.values()))
+        latents[path] = Latent(value, keys.get(path), policy, scales.get(path), None, served, label, reduction)
+    return with_leaves(params, latents)

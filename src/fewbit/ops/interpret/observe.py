@@ -17,13 +17,12 @@ from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
-from ...array.qarray import is_qarray
 from ...errors import UnsupportedError
 from ..qat.latent import MOVES, PRODUCTS
 from .evaluator import Evaluator, Rule, bound
 from .indices import scan_operands
 from .lookup import Lookup
-from .parameter_uses import parameter_paths
+from .parameter_uses import parameter_paths, with_leaves
 from .proxy import ArrayProxy, NoRuleError
 from .rules.control_flow import inlined
 
@@ -134,10 +133,8 @@ class Observed(ArrayProxy):
 
 def observed(params: PyTree, paths: Sequence[str], notes: Measurements) -> PyTree:
     """The tree of parameters with each of `paths` as an Observed."""
-    treedef = jax.tree.structure(params, is_leaf=is_qarray)
     leaves = parameter_paths(params)
-    leaves |= {path: Observed(leaves[path], path, notes) for path in paths}
-    return jax.tree.unflatten(treedef, list(leaves.values()))
+    return with_leaves(params, {path: Observed(leaves[path], path, notes) for path in paths})
 
 
 def _array(x: PyTree) -> PyTree:

@@ -7,7 +7,7 @@ from shapes. Products without a parameter are listed, too.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -19,10 +19,10 @@ from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
 from ...array.axis_move import axis_moves
-from ...array.qarray import is_qarray
 from ...formats.format import is_exact_cast
 from .indices import CONSTANT, UNKNOWN, Atom, Fact, fact_of, inner_jaxpr, open_jaxpr, scan_operands, shape_of, while_operands
 from .lookup import Lookup
+from .proxy import is_proxy
 from .traced import Traced, is_array
 
 Path: TypeAlias = str
@@ -149,13 +149,23 @@ class _Value(NamedTuple):
 
 
 def parameter_paths(params: PyTree) -> dict[Path, Any]:
-    """Every leaf of a tree by its path, such as `layers/3/attn/q`; a QArray is one leaf.
+    """Every leaf of a tree by its path, such as `layers/3/attn/q`; a QArray, or another array proxy, is one leaf.
 
     >>> parameter_paths({"a": [1, {"b": 2}]})
     {'a/0': 1, 'a/1/b': 2}
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_qarray)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_proxy)
     return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
+
+
+def with_leaves(params: PyTree, leaves: Mapping[Path, Any]) -> PyTree:
+    """The tree with other leaves at some of its paths.
+
+    >>> with_leaves({"a": [1, {"b": 2}]}, {"a/1/b": 3})
+    {'a': [1, {'b': 3}]}
+    """
+    every = parameter_paths(params) | leaves
+    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_proxy), list(every.values()))
 
 
 def array_paths(params: PyTree) -> dict[Path, Any]:

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from ..._registry import near_names
-from ...array.qarray import QArray, is_qarray
+from ...array.qarray import QArray
 from ...errors import QuantError
-from ...ops.interpret.parameter_uses import Use, parameter_paths
+from ...ops.interpret.parameter_uses import Use, parameter_paths, with_leaves
 from ...recipe.matching import tile_axes
 from ...recipe.recipe import Recipe
 from ...recipe.resolution import Resolution, Resolved
@@ -239,6 +239,4 @@ def with_adapters(params: PyTree, adapters: Mapping[str, Adapter], combine: Call
             raise QuantError(f"adapters has {path!r}, which is no parameter; {near_names(path, tuple(leaves))}")
         if adapter.shape != tuple(leaves[path].shape):
             raise QuantError(f"the adapter of {path} is for shape {adapter.shape}, but the weight has {leaves[path].shape}")
-    treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    leaves |= {path: combine(path, leaves[path], adapter) for path, adapter in adapters.items()}
-    return jax.tree.unflatten(treedef, list(leaves.values()))
+    return with_leaves(params, {path: combine(path, leaves[path], adapter) for path, adapter in adapters.items()})
