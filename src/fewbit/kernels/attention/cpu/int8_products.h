@@ -5,45 +5,45 @@
 // by transposing squares of words; values become words of four positions by interleaving four rows. The weights of a row, times the
 // scales of the values, have one scale for the 64 positions, which begin at a multiple of 64.
 
-static_assert(kIntAcross * kIntLanes == kAtOnce && kIntBytes % kAtOnce == 0, "whole vectors of bytes are whole blocks of columns");
+static_assert(kIntAcross * kLanes == kAtOnce && kIntBytes % kAtOnce == 0, "whole vectors of bytes are whole blocks of columns");
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
 constexpr uint32_t kKeyFlip = 0;
 // The instruction for bytes saturates beyond 16 bits, which twice 127 * 127 is not.
-static inline Words AddByWeights(Words sum, Words weights, Words values) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, values), _mm256_set1_epi16(1)));
+static inline U AddByWeights(U sum, U weights, U values) {
+  return sum + (U)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)weights, (__m256i)values), _mm256_set1_epi16(1));
 }
-static inline Words AddByQuery(Words sum, Words query, Words keys) {
-  return AddByWeights(sum, _mm256_abs_epi8(query), _mm256_sign_epi8(keys, query));
+static inline U AddByQuery(U sum, U query, U keys) {
+  return AddByWeights(sum, (U)_mm256_abs_epi8((__m256i)query), (U)_mm256_sign_epi8((__m256i)keys, (__m256i)query));
 }
 #else
 // What makes keys unsigned: they gain 128, and sums 128 times the sum of the query.
 constexpr uint32_t kKeyFlip = FEWBIT_ARM64 ? 0 : 0x80808080u;
-static inline Words AddByWeights(Words sum, Words weights, Words values) { return Dot4(sum, weights, values); }
-static inline Words AddByQuery(Words sum, Words query, Words keys) { return Dot4(sum, keys, query); }
+static inline U AddByWeights(U sum, U weights, U values) { return Dot4(sum, weights, values); }
+static inline U AddByQuery(U sum, U query, U keys) { return Dot4(sum, keys, query); }
 #endif
 
 // c[m][n] += the products of `depth` words of x[m] and of column n of w, for kRowsHere rows of x and kIntAcross vectors of columns.
 template <int kRowsHere, bool kIsQuery>
 static void ByteBlock(const int8_t* x, int64_t ldx, const int8_t* w, int64_t ldw, int64_t depth, int32_t* c, int64_t ldc) {
-  Words sum[kRowsHere][kIntAcross];
+  U sum[kRowsHere][kIntAcross];
   UNROLL for (int m = 0; m < kRowsHere; ++m) {
-    UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] = LoadI(c + m * ldc + n * kIntLanes);
+    UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] = LoadI(c + m * ldc + n * kLanes);
   }
   for (int64_t i = 0; i < depth; ++i) {
-    Words b[kIntAcross];
+    U b[kIntAcross];
     UNROLL for (int n = 0; n < kIntAcross; ++n) b[n] = LoadI(w + 4 * i * ldw + n * kIntBytes);
     UNROLL for (int m = 0; m < kRowsHere; ++m) {
       int32_t word;
       std::memcpy(&word, x + m * ldx + 4 * i, 4);
-      const Words a = SameI(word);
+      const U a = SameI(word);
       UNROLL for (int n = 0; n < kIntAcross; ++n) {
         sum[m][n] = kIsQuery ? AddByQuery(sum[m][n], a, b[n]) : AddByWeights(sum[m][n], a, b[n]);
       }
     }
   }
   UNROLL for (int m = 0; m < kRowsHere; ++m) {
-    UNROLL for (int n = 0; n < kIntAcross; ++n) StoreI(c + m * ldc + n * kIntLanes, sum[m][n]);
+    UNROLL for (int n = 0; n < kIntAcross; ++n) StoreI(c + m * ldc + n * kLanes, sum[m][n]);
   }
 }
 
@@ -129,32 +129,32 @@ class Int8Products {
  private:
   static int64_t BytesOfPosition(int64_t width) { return UpTo(width, kIntBytes); }
 
-  // Words [ld / 4, kKeys] of the keys of n positions from s on.
+  // U [ld / 4, kKeys] of the keys of n positions from s on.
   void TurnKeys(int64_t s, int64_t n) const {
     const int64_t whole = UpTo(n, kLanes);
     const int8_t* keys = BytesOf(of_.head.keys, s, n, whole);
-    const Words flip = SameI(static_cast<int32_t>(kKeyFlip));
+    const U flip = SameI(static_cast<int32_t>(kKeyFlip));
     for (int64_t i = 0; i < whole; i += kLanes) {
       for (int64_t k = 0; k < ld_; k += kIntBytes) {
         V words[kLanes];
         UNROLL for (int j = 0; j < kLanes; ++j) words[j] = (V)LoadI(keys + (i + j) * ld_ + k);
         Transpose(words);
-        UNROLL for (int j = 0; j < kLanes; ++j) StoreI(turned_ + (k + 4 * j) * kKeys + 4 * i, XorI((Words)words[j], flip));
+        UNROLL for (int j = 0; j < kLanes; ++j) StoreI(turned_ + (k + 4 * j) * kKeys + 4 * i, (U)words[j] ^ flip);
       }
     }
   }
 
-  // Words [kKeys / 4, ld] of the values of n positions from s on.
+  // U [kKeys / 4, ld] of the values of n positions from s on.
   void TurnValues(int64_t s, int64_t n) const {
     const int64_t whole = UpTo(n, 4);
     const int8_t* values = BytesOf(of_.head.values, s, n, whole);
     for (int64_t i = 0; i < whole; i += 4) {
       for (int64_t k = 0; k < ld_; k += kIntBytes) {
-        Words v[4];
+        U v[4];
         UNROLL for (int j = 0; j < 4; ++j) v[j] = LoadI(values + (i + j) * ld_ + k);
         SideBySide(v);
         PartsInOrder(v);
-        UNROLL for (int j = 0; j < 4; ++j) StoreI(turned_ + i * ld_ + 4 * (k + j * kIntLanes), v[j]);
+        UNROLL for (int j = 0; j < 4; ++j) StoreI(turned_ + i * ld_ + 4 * (k + j * kLanes), v[j]);
       }
     }
   }

@@ -9,44 +9,40 @@
 //
 // Blocks are added in order, with the operations of the panels (gemm.h): an output has the same bits in both.
 
-constexpr int kQuarters = kIntLanes / 4;
+constexpr int kQuarters = kLanes / 4;
 constexpr int64_t kBlockRows = 4;      // of x that share the decoded codes
 constexpr int64_t kFewBlockRows = 12;  // for which a weight is not worth packing
 constexpr int64_t kBlockOutputs = 64;  // of a chunk
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-static inline Words AddI(Words a, Words b) { return _mm512_add_epi32(a, b); }
-static inline Words PairsI(Words a, Words b) {
-  const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
-  return AddI(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xDD)));
+static inline U PairsI(U a, U b) {
+  return (U)_mm512_shuffle_ps((V)a, (V)b, 0x88) + (U)_mm512_shuffle_ps((V)a, (V)b, 0xDD);
 }
-static inline Words EvenI(Words a, Words b) {
-  return _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), 0x88));
+static inline U EvenI(U a, U b) {
+  return (U)_mm512_shuffle_ps((V)a, (V)b, 0x88);
 }
-static inline Words OddI(Words a, Words b) {
-  return _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), 0xDD));
+static inline U OddI(U a, U b) {
+  return (U)_mm512_shuffle_ps((V)a, (V)b, 0xDD);
 }
 // Quarter i of vector j becomes quarter j of vector i.
-static inline void TransposeQuarters(Words (&v)[4]) { PartsInOrder(v); }
+static inline void TransposeQuarters(U (&v)[4]) { PartsInOrder(v); }
 #elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
-static inline Words AddI(Words a, Words b) { return _mm256_add_epi32(a, b); }
-static inline Words EvenI(Words a, Words b) {
-  return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
+static inline U EvenI(U a, U b) {
+  return (U)_mm256_shuffle_ps((V)a, (V)b, 0x88);
 }
-static inline Words OddI(Words a, Words b) {
-  return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0xDD));
+static inline U OddI(U a, U b) {
+  return (U)_mm256_shuffle_ps((V)a, (V)b, 0xDD);
 }
-static inline Words PairsI(Words a, Words b) { return _mm256_hadd_epi32(a, b); }
-static inline void TransposeQuarters(Words (&v)[2]) {
-  const Words low = _mm256_permute2x128_si256(v[0], v[1], 0x20);
-  v[1] = _mm256_permute2x128_si256(v[0], v[1], 0x31), v[0] = low;
+static inline U PairsI(U a, U b) { return (U)_mm256_hadd_epi32((__m256i)a, (__m256i)b); }
+static inline void TransposeQuarters(U (&v)[2]) {
+  const __m256i a = (__m256i)v[0], b = (__m256i)v[1];
+  v[0] = (U)_mm256_permute2x128_si256(a, b, 0x20), v[1] = (U)_mm256_permute2x128_si256(a, b, 0x31);
 }
 #else
-static inline Words AddI(Words a, Words b) { return a + b; }
-static inline Words EvenI(Words a, Words b) { return Words{a[0], a[2], b[0], b[2]}; }
-static inline Words OddI(Words a, Words b) { return Words{a[1], a[3], b[1], b[3]}; }
-static inline Words PairsI(Words a, Words b) { return EvenI(a, b) + OddI(a, b); }
-static inline void TransposeQuarters(Words (&)[1]) {}
+static inline U EvenI(U a, U b) { return U{a[0], a[2], b[0], b[2]}; }
+static inline U OddI(U a, U b) { return U{a[1], a[3], b[1], b[3]}; }
+static inline U PairsI(U a, U b) { return EvenI(a, b) + OddI(a, b); }
+static inline void TransposeQuarters(U (&)[1]) {}
 #endif
 
 // Whether a block job is multiplied as an IntegerJob (gemm.h): [K, N]; and of many rows of x, where one instruction multiplies bytes.
@@ -157,14 +153,14 @@ struct BlockScales {
 };
 
 // Adds one block of the sums of row m of x.
-static inline void EndBlock(const BlockJob& job, const BlockScales& scales, int64_t m, int64_t t, bool scales_last, Words sum,
+static inline void EndBlock(const BlockJob& job, const BlockScales& scales, int64_t m, int64_t t, bool scales_last, U sum,
                             V* total) {
   const int32_t x_sum = job.x_sums[m * job.tiles() + t];
-  sum = SubI(sum, SameI(static_cast<int32_t>(static_cast<uint32_t>(x_sum) * scales.offset)));
+  sum -= SameI(static_cast<int32_t>(static_cast<uint32_t>(x_sum) * scales.offset));
   const V scale = Load(scales.scale + t * kLanes);
   const float x_scale = scales_last ? 1.0f : job.x_scale.At(m, t);
   if (job.w.role == Zero::kWhole) {
-    sum = SubI(sum, MulI(SameI(x_sum), (Words)__builtin_convertvector(Load(scales.zero + t * kLanes), I)));
+    sum -= SameI(x_sum) * (U)__builtin_convertvector(Load(scales.zero + t * kLanes), I);
   }
   const V v = Mul(FloatI(sum), Same(x_scale));
   *total = t == 0 ? Mul(v, scale) : MulAdd(v, scale, *total);
@@ -182,35 +178,35 @@ struct BlockBytes {
 // it, as vectors of [quarter][row of w]; `ld` vectors from one row of x to the next. The last vector of a row may have bytes of the
 // next one, where x is zero.
 template <int kBits, int kPieces>
-static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, int64_t m0, int64_t rows, Words* sums, int64_t ld) {
+static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, int64_t m0, int64_t rows, U* sums, int64_t ld) {
   constexpr int kVectors = kBits == 4 ? 2 : 1;
   const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), distance = PrefetchDistance(stride);
-  const Words low = SameI(0x0F0F0F0F), table = TableI(job.numbers), flip = SameI(static_cast<int32_t>(job.flip * 0x01010101u));
+  const U low = SameI(0x0F0F0F0F), table = TableI(job.numbers), flip = SameI(static_cast<int32_t>(job.flip * 0x01010101u));
   const uint8_t *row[4], *end = bytes.first + (job.N - bytes.n0) * stride;  // of the last row
   UNROLL for (int j = 0; j < 4; ++j) row[j] = bytes.first + ((n + j < job.N ? n + j : job.N - 1) - bytes.n0) * stride;
   const int8_t* x = job.x + m0 * ldx;
   for (int64_t at = 0; at < bytes.length; at += kIntBytes, x += kIntBytes * kVectors, sums += kPieces) {
-    Words w[4][kVectors];
+    U w[4][kVectors];
     UNROLL for (int j = 0; j < 4; ++j) {
       const uint8_t* p = row[j] + at;
       uint8_t last[kIntBytes];
       if (end - p < kIntBytes) p = static_cast<const uint8_t*>(std::memcpy(std::memset(last, 0, sizeof(last)), p, end - p));
       if constexpr (kBits != kDecoded) __builtin_prefetch(row[j] + distance + at, 0, 2);
-      const Words codes = LoadI(p);
+      const U codes = LoadI(p);
       if constexpr (kBits == 8) {
-        w[j][0] = XorI(codes, flip);
+        w[j][0] = codes ^ flip;
       } else if constexpr (kBits == kDecoded) {
         w[j][0] = codes;
       } else {
-        w[j][0] = Looked(table, AndI(codes, low)), w[j][1] = Looked(table, AndI(HighI(codes), low));
+        w[j][0] = Looked(table, codes & low), w[j][1] = Looked(table, (codes >> 4) & low);
       }
     }
     for (int64_t m = 0; m < rows; ++m) {
-      Words v[4];
-      Words of_x[kVectors];
+      U v[4];
+      U of_x[kVectors];
       UNROLL for (int i = 0; i < kVectors; ++i) of_x[i] = LoadI(x + m * ldx + i * kIntBytes);
       UNROLL for (int j = 0; j < 4; ++j) v[j] = AddProducts<kBits>(SameI(0), w[j], of_x);
-      const Words a = PairsI(v[0], v[1]), b = PairsI(v[2], v[3]);
+      const U a = PairsI(v[0], v[1]), b = PairsI(v[2], v[3]);
       if constexpr (kPieces == 1) sums[m * ld] = PairsI(a, b);
       else sums[m * ld] = EvenI(a, b), sums[m * ld + 1] = OddI(a, b);
     }
@@ -219,23 +215,23 @@ static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, in
 
 // kLanes outputs of row m of x from n0 on, of the sums of their rows of w: those of four rows are `ld` vectors after the last four's.
 template <int kBits, int kPieces>
-static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t length, int64_t n0, int64_t m, const Words* sums,
+static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t length, int64_t n0, int64_t m, const U* sums,
                       int64_t ld) {
   const bool scales_last = job.tiles() > 1 && job.x_scale.by_tile == 0;
   constexpr int kCodeBits = kBits == kDecoded ? 8 : kBits;
   const int64_t parts = job.w.col_tile * kCodeBits * kPieces / 128;
   int64_t tile = 0, left = parts;  // the current block, and how many of its parts are to come
   V total = Same(0.0f);
-  Words block = SameI(0);
+  U block = SameI(0);
   for (int64_t at = 0; at < length; at += kIntBytes, sums += kPieces) {
-    Words of_quarter[kPieces][kQuarters];
+    U of_quarter[kPieces][kQuarters];
     UNROLL for (int piece = 0; piece < kPieces; ++piece) {
       UNROLL for (int q = 0; q < kQuarters; ++q) of_quarter[piece][q] = sums[q * ld + piece];
       TransposeQuarters(of_quarter[piece]);
     }
     UNROLL for (int i = 0; i < kQuarters * kPieces; ++i) {
       if (tile >= job.tiles()) break;
-      block = AddI(block, of_quarter[i % kPieces][i / kPieces]);
+      block += of_quarter[i % kPieces][i / kPieces];
       if (--left > 0) continue;
       EndBlock(job, scales, m, tile, scales_last, block, &total);
       block = SameI(0), left = parts, ++tile;
@@ -250,7 +246,7 @@ static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t le
 
 // kPieces: blocks that a quarter of a register has a part of.
 template <int kBits, int kPieces>
-static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t n0, Words* sums, uint8_t* decoded) {
+static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t n0, U* sums, uint8_t* decoded) {
   BlockBytes bytes{job.w.codes, 0, job.w.row_stride, job.w.row_stride};
   if constexpr (kBits == kDecoded) bytes = {decoded, n0, DecodedBytes(job), DecodedStride(job)};
   const int64_t ld = (bytes.length + kIntBytes - 1) / kIntBytes * kPieces;
@@ -276,7 +272,7 @@ static void RunBlocks(const BlockJob& job, int64_t chunk) {
   const int64_t length = is_decoded ? DecodedBytes(job) : job.w.row_stride, vector_count = (length + kIntBytes - 1) / kIntBytes;
   const int64_t vectors = 2 * kBlockRows * kQuarters * vector_count;
   const int64_t decoded_floats = is_decoded ? kLanes * DecodedStride(job) / 4 : 0;
-  float* rest = Workspace(3 * room + vectors * kIntLanes + decoded_floats);
+  float* rest = Workspace(3 * room + vectors * kLanes + decoded_floats);
   const bool is_signed = is_decoded && kSignedBytes;
   const BlockScales scales{rest + room, rest + 2 * room, is_signed ? 0 : static_cast<uint32_t>(job.offset)};
   const auto outputs = is_decoded                 ? BlockOutputs<kDecoded, 1>
@@ -284,10 +280,10 @@ static void RunBlocks(const BlockJob& job, int64_t chunk) {
                        : job.w.col_tile % 32 != 0 ? BlockOutputs<4, 2>
                                                   : BlockOutputs<4, 1>;
   float* sums = rest + 3 * room;
-  uint8_t* decoded = reinterpret_cast<uint8_t*>(sums + vectors * kIntLanes);
+  uint8_t* decoded = reinterpret_cast<uint8_t*>(sums + vectors * kLanes);
   for (int64_t n0 = chunk * kBlockOutputs; n0 < end && n0 < job.N; n0 += kLanes) {
     BlockScales::Load(job, job.w.scale, job.w.unit, n0, rest, scales.scale);
     if (job.w.role != Zero::kNone) BlockScales::Load(job, job.w.zero, 1.0f, n0, rest, scales.zero);
-    outputs(job, scales, n0, reinterpret_cast<Words*>(sums), decoded);
+    outputs(job, scales, n0, reinterpret_cast<U*>(sums), decoded);
   }
 }

@@ -21,9 +21,10 @@ static inline int64_t DecodedStride(const BlockJob& job) { return DecodedBytes(j
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
 // The numbers of 64 codes plus the job's offset.
-static inline Words NumbersOf(const BlockJob& job, Words codes) {
+static inline U NumbersOf(const BlockJob& job, U codes) {
   const __m512i low = _mm512_loadu_si512(job.numbers);
-  return job.w.bits < 7 ? _mm512_permutexvar_epi8(codes, low) : _mm512_permutex2var_epi8(low, codes, _mm512_loadu_si512(job.numbers + 64));
+  if (job.w.bits < 7) return (U)_mm512_permutexvar_epi8((__m512i)codes, low);
+  return (U)_mm512_permutex2var_epi8(low, (__m512i)codes, _mm512_loadu_si512(job.numbers + 64));
 }
 
 // The numbers of row n plus the job's offset; where kIsSigned, without it.
@@ -46,7 +47,7 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
     __builtin_prefetch(p + distance, 0, 2);
     const __m512i packed = _mm512_permutexvar_epi8(to, _mm512_maskz_loadu_epi8(there, p));
     const __m512i codes = _mm512_and_si512(_mm512_multishift_epi64_epi8(at, packed), mask);
-    _mm512_storeu_si512(out + i, NumbersOf(job, codes));
+    StoreI(out + i, NumbersOf(job, (U)codes));
   }
 }
 
@@ -72,26 +73,27 @@ struct Unpacking {
         factor[8 * lane + j] = static_cast<uint16_t>(1 << (16 - bits - j * bits % 8));
       }
     }
-    first = LoadI(at[0]), second = LoadI(at[1]), factors = LoadI(factor);
+    first = (__m256i)LoadI(at[0]), second = (__m256i)LoadI(at[1]), factors = (__m256i)LoadI(factor);
   }
 
-  Words Codes(const uint8_t* p) const {
+  U Codes(const uint8_t* p) const {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + half));
-    const Words both = _mm256_set_m128i(high, low);
-    const Words a = _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(both, first), factors), down);
-    const Words b = _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(both, second), factors), down);
-    return _mm256_packus_epi16(a, b);
+    const __m256i both = _mm256_set_m128i(high, low);
+    const __m256i a = _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(both, first), factors), down);
+    const __m256i b = _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(both, second), factors), down);
+    return (U)_mm256_packus_epi16(a, b);
   }
 };
 
 // The numbers of 32 codes plus the job's offset.
-static inline Words NumbersOf(const BlockJob& job, Words codes) {
-  if (job.is_flipped) return XorI(codes, _mm256_set1_epi8(static_cast<char>(job.flip)));
-  Words numbers = Looked(TableI(job.numbers), codes);
+static inline U NumbersOf(const BlockJob& job, U codes) {
+  if (job.is_flipped) return codes ^ (U)_mm256_set1_epi8(static_cast<char>(job.flip));
+  U numbers = Looked(TableI(job.numbers), codes);
   for (int from = 16; from < 1 << job.w.bits; from += 16) {
-    const Words upper = AndI(codes, _mm256_set1_epi8(0x70)), here = _mm256_cmpeq_epi8(upper, _mm256_set1_epi8(static_cast<char>(from)));
-    numbers = _mm256_blendv_epi8(numbers, Looked(TableI(job.numbers + from), codes), here);
+    const __m256i upper = _mm256_and_si256((__m256i)codes, _mm256_set1_epi8(0x70));
+    const __m256i here = _mm256_cmpeq_epi8(upper, _mm256_set1_epi8(static_cast<char>(from)));
+    numbers = (U)_mm256_blendv_epi8((__m256i)numbers, (__m256i)Looked(TableI(job.numbers + from), codes), here);
   }
   return numbers;
 }
@@ -101,21 +103,21 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
   const Unpacking unpacking(job.w.bits);
   const uint8_t *p = job.w.codes + n * job.w.row_stride, *end = p + job.w.row_stride;
   const int64_t distance = PrefetchDistance(job.w.row_stride);
-  const Words offset = _mm256_set1_epi8(static_cast<char>(kIsSigned ? job.offset : 0));
+  const U offset = (U)_mm256_set1_epi8(static_cast<char>(kIsSigned ? job.offset : 0));
   for (int64_t i = 0; i < job.w.cols; i += 32, p += 4 * job.w.bits) {
     uint8_t last[32];
     const bool is_last = end - p < 32;
     if (is_last) std::memset(last, 0, sizeof(last));
     __builtin_prefetch(p + distance, 0, 2);
     const uint8_t* from = is_last ? static_cast<const uint8_t*>(std::memcpy(last, p, end - p)) : p;
-    StoreI(out + i, _mm256_sub_epi8(NumbersOf(job, unpacking.Codes(from)), offset));
+    StoreI(out + i, LessBytes(NumbersOf(job, unpacking.Codes(from)), offset));
   }
 }
 
 #else
 
 // The numbers of 16 codes plus the job's offset.
-static inline Words NumbersOf(const BlockJob& job, Words codes) {
+static inline U NumbersOf(const BlockJob& job, U codes) {
   uint8_t number[kIntBytes];
   StoreI(number, codes);
   for (int i = 0; i < kIntBytes; ++i) number[i] = job.numbers[number[i]];
@@ -132,22 +134,22 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
 
 #endif
 
-static inline Words SameBytes(int byte) { return SameI(static_cast<int32_t>(static_cast<uint8_t>(byte) * 0x01010101u)); }
+static inline U SameBytes(int byte) { return SameI(static_cast<int32_t>(static_cast<uint8_t>(byte) * 0x01010101u)); }
 
 // Rows [k, k + count) of a weight [K, N], outputs [n0, n0 + outputs): the numbers plus the job's offset less `offset`, rows of `width`
 // bytes, whole vectors of them.
 static void DecodeRows(const BlockJob& job, int64_t k, int64_t count, int64_t n0, int64_t outputs, int64_t width, int32_t offset,
                        uint8_t* out) {
   const int bits = job.w.bits, mask = (1 << bits) - 1;
-  const Words less = SameBytes(offset);
+  const U less = SameBytes(offset);
   for (const int64_t end = k + count; k < end; ++k, out += width) {
     const uint8_t* row = job.w.codes + k * bits / 8 * job.w.row_stride + n0;
     const int shift = static_cast<int>(k * bits % 8), rest = 8 - shift;
-    const Words first = SameBytes(rest < bits ? (1 << rest) - 1 : mask), second = SameBytes(mask >> rest << rest);
+    const U first = SameBytes(rest < bits ? (1 << rest) - 1 : mask), second = SameBytes(mask >> rest << rest);
     for (int64_t n = 0; n < outputs; n += kIntBytes) {
       __builtin_prefetch(row + n + 16 * job.w.row_stride);
-      Words codes = AndI(RightI(LoadSome(row + n, outputs - n), shift), first);
-      if (rest < bits) codes = OrI(codes, AndI(LeftI(LoadSome(row + n + job.w.row_stride, outputs - n), rest), second));
+      U codes = (LoadSome(row + n, outputs - n) >> shift) & first;
+      if (rest < bits) codes |= (LoadSome(row + n + job.w.row_stride, outputs - n) << rest) & second;
       StoreI(out + n, LessBytes(NumbersOf(job, codes), less));
     }
   }

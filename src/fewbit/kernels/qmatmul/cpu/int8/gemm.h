@@ -13,21 +13,21 @@ struct Tile {
 };
 
 template <int kRowsHere>
-static inline void LessProducts(const int32_t* x, const int32_t* w, Words (&sum)[kRowsHere][kIntAcross]) {
+static inline void LessProducts(const int32_t* x, const int32_t* w, U (&sum)[kRowsHere][kIntAcross]) {
 #pragma GCC unroll 8
   for (int m = 0; m < kRowsHere; ++m) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kIntAcross; ++n) sum[m][n] = SubI(sum[m][n], MulI(SameI(x[m]), LoadI(w + n * kIntLanes)));
+    for (int n = 0; n < kIntAcross; ++n) sum[m][n] -= SameI(x[m]) * LoadI(w + n * kLanes);
   }
 }
 
 template <int kRowsHere, bool kScalesRows>
-static inline void EndTile(const Tile& tile, Words (&sum)[kRowsHere][kIntAcross]) {
+static inline void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross]) {
 #pragma GCC unroll 8
   for (int m = 0; m < kRowsHere; ++m) {
 #pragma GCC unroll 8
     for (int n = 0; n < kIntAcross; ++n) {
-      const int at = n * kIntLanes;
+      const int at = n * kLanes;
       V v = FloatI(sum[m][n]);
       if (kScalesRows) v = Mul(v, Same(tile.x_scale[m]));
       const V scale = Load(tile.w_scale + at);
@@ -43,23 +43,23 @@ static inline void EndTile(const Tile& tile, Words (&sum)[kRowsHere][kIntAcross]
 template <int kRowsHere>
 static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, const int32_t* x_sum, int32_t added,
                          int32_t* sums, int64_t ld_sums, const Tile* tile) {
-  Words sum[kRowsHere][kIntAcross];
+  U sum[kRowsHere][kIntAcross];
 #pragma GCC unroll 8
   for (int m = 0; m < kRowsHere; ++m) {
 #pragma GCC unroll 8
     for (int n = 0; n < kIntAcross; ++n) {
-      sum[m][n] = x_sum == nullptr ? LoadI(sums + m * ld_sums + n * kIntLanes) : MulI(SameI(x_sum[m]), SameI(-added));
+      sum[m][n] = x_sum == nullptr ? LoadI(sums + m * ld_sums + n * kLanes) : SameI(x_sum[m]) * SameI(-added);
     }
   }
   for (int64_t g = 0; g < groups; ++g) {
-    Words b[kIntAcross];
+    U b[kIntAcross];
 #pragma GCC unroll 8
-    for (int n = 0; n < kIntAcross; ++n) b[n] = LoadI(w + 4 * (g * kIntWide + n * kIntLanes));
+    for (int n = 0; n < kIntAcross; ++n) b[n] = LoadI(w + 4 * (g * kIntWide + n * kLanes));
 #pragma GCC unroll 8
     for (int m = 0; m < kRowsHere; ++m) {
       int32_t four;
       __builtin_memcpy(&four, x + 4 * (g * kRowsHere + m), 4);
-      const Words a = SameI(four);
+      const U a = SameI(four);
 #pragma GCC unroll 8
       for (int n = 0; n < kIntAcross; ++n) sum[m][n] = Dot4(sum[m][n], b[n], a);
     }
@@ -68,7 +68,7 @@ static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, cons
 #pragma GCC unroll 8
     for (int m = 0; m < kRowsHere; ++m) {
 #pragma GCC unroll 8
-      for (int n = 0; n < kIntAcross; ++n) StoreI(sums + m * ld_sums + n * kIntLanes, sum[m][n]);
+      for (int n = 0; n < kIntAcross; ++n) StoreI(sums + m * ld_sums + n * kLanes, sum[m][n]);
     }
     return;
   }

@@ -15,7 +15,7 @@ static_assert(kAcrossAtOnce <= kIntRows, "a BlockTile has the numbers of kIntRow
 
 // What the steps of one product share.
 struct Across {
-  Words table, flip;  // of codes of 4 bits, and of 8
+  U table, flip;  // of codes of 4 bits, and of 8
   int64_t row;        // bytes of a row of x
   int32_t added;      // to the numbers of w
 
@@ -31,25 +31,25 @@ template <int kBits, int kM>
 static void AddAcross(const Across& across, const ByteRows& w, int64_t from, int64_t end, int64_t n, const int8_t* x,
                       const int32_t* x_sum, int32_t* sums, int64_t ld_sums) {
   constexpr int kParts = kBits == 4 ? 2 : 1;
-  const Words low = SameI(0x0F0F0F0F);
-  Words sum[kM][4];
+  const U low = SameI(0x0F0F0F0F);
+  U sum[kM][4];
   UNROLL for (int m = 0; m < kM; ++m) {
     UNROLL for (int j = 0; j < 4; ++j) {
-      sum[m][j] = x_sum == nullptr ? LoadI(sums + m * ld_sums + j * kIntLanes) : MulI(SameI(x_sum[m]), SameI(-across.added));
+      sum[m][j] = x_sum == nullptr ? LoadI(sums + m * ld_sums + j * kLanes) : SameI(x_sum[m]) * SameI(-across.added);
     }
   }
   for (int64_t b = from; b < end; ++b, x += 4 * kParts) {
-    Words fours[4];
+    U fours[4];
     LoadFours<false>(w, b, n, fours);
     UNROLL for (int j = 0; j < 4; ++j) {
-      Words bytes[kParts];
+      U bytes[kParts];
       if constexpr (kBits == 4) {
-        bytes[0] = Looked(across.table, AndI(fours[j], low)), bytes[1] = Looked(across.table, AndI(HighI(fours[j]), low));
+        bytes[0] = Looked(across.table, fours[j] & low), bytes[1] = Looked(across.table, (fours[j] >> 4) & low);
       } else {
-        bytes[0] = kBits == kDecoded ? fours[j] : XorI(fours[j], across.flip);
+        bytes[0] = kBits == kDecoded ? fours[j] : fours[j] ^ across.flip;
       }
       UNROLL for (int m = 0; m < kM; ++m) {
-        Words of_x[kParts];
+        U of_x[kParts];
         UNROLL for (int i = 0; i < kParts; ++i) {
           int32_t four;
           __builtin_memcpy(&four, x + m * across.row + 4 * i, 4);
@@ -60,20 +60,20 @@ static void AddAcross(const Across& across, const ByteRows& w, int64_t from, int
     }
   }
   UNROLL for (int m = 0; m < kM; ++m) {
-    UNROLL for (int j = 0; j < 4; ++j) StoreI(sums + m * ld_sums + j * kIntLanes, sum[m][j]);
+    UNROLL for (int j = 0; j < 4; ++j) StoreI(sums + m * ld_sums + j * kLanes, sum[m][j]);
   }
 }
 
 // The sums of one vector of outputs as scaled floats, its outputs in order.
 template <int kM>
 static void EndAcross(const IntegerJob& job, const IntegerScratch& s, BlockTile& tile, int64_t t, int64_t n, int64_t row, int64_t width) {
-  Words v[kM][4];
+  U v[kM][4];
   UNROLL for (int m = 0; m < kM; ++m) {
-    UNROLL for (int j = 0; j < 4; ++j) v[m][j] = LoadI(s.sums + (row + m) * width + n + j * kIntLanes);
+    UNROLL for (int j = 0; j < 4; ++j) v[m][j] = LoadI(s.sums + (row + m) * width + n + j * kLanes);
     PartsInOrder(v[m]);
   }
   UNROLL for (int part = 0; part < 4 / kIntAcross; ++part) {
-    Words sum[kM][kIntAcross];
+    U sum[kM][kIntAcross];
     UNROLL for (int m = 0; m < kM; ++m) {
       UNROLL for (int j = 0; j < kIntAcross; ++j) sum[m][j] = v[m][part * kIntAcross + j];
     }

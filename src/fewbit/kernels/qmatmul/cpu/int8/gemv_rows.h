@@ -44,23 +44,23 @@ static void PrepareFew(const IntegerJob& job, const int8_t* rows, int64_t m, int
 
 // What one vector of w's bytes adds to the sums with each row of x.
 template <int kBits, int kM>
-static inline void FewStep(Words bytes, Words flip, const int8_t* x, int64_t ldx, Words (&sum)[kM]) {
-  const Words low = SameI(0x0F0F0F0F);
+static inline void FewStep(U bytes, U flip, const int8_t* x, int64_t ldx, U (&sum)[kM]) {
+  const U low = SameI(0x0F0F0F0F);
 #pragma GCC unroll 4
   for (int m = 0; m < kM; ++m) {
     if (kBits == 8) {
-      sum[m] = Dot4(sum[m], XorI(bytes, flip), LoadI(x + m * ldx));
+      sum[m] = Dot4(sum[m], bytes ^ flip, LoadI(x + m * ldx));
     } else {
-      sum[m] = Dot4(sum[m], XorI(AndI(bytes, low), flip), LoadI(x + m * ldx));
-      sum[m] = Dot4(sum[m], XorI(AndI(HighI(bytes), low), flip), LoadI(x + m * ldx + kIntBytes));
+      sum[m] = Dot4(sum[m], (bytes & low) ^ flip, LoadI(x + m * ldx));
+      sum[m] = Dot4(sum[m], ((bytes >> 4) & low) ^ flip, LoadI(x + m * ldx + kIntBytes));
     }
   }
 }
 
-static inline uint32_t SumOfInts(Words v) {
-  uint32_t lane[kIntLanes], sum = 0;
+static inline uint32_t SumOfInts(U v) {
+  uint32_t lane[kLanes], sum = 0;
   StoreI(lane, v);
-  for (int i = 0; i < kIntLanes; ++i) sum += lane[i];
+  for (int i = 0; i < kLanes; ++i) sum += lane[i];
   return sum;
 }
 
@@ -70,11 +70,11 @@ static void FewOutputs(const IntegerJob& job, int64_t m0, int64_t n0, int64_t n1
   constexpr int kR = 4;
   const int64_t whole = BytesOfOutput(job) / kIntBytes, rest = BytesOfOutput(job) % kIntBytes, ldx = FewRow(job);
   const int64_t distance = PrefetchDistance(job.row_stride);
-  const Words flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
+  const U flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
   float c[kM][kFewWide];
   for (int64_t n = n0; n < n1; n += kR) {
     const uint8_t* row[kR];
-    Words sum[kR][kM];
+    U sum[kR][kM];
 #pragma GCC unroll 4
     for (int j = 0; j < kR; ++j) {
       row[j] = job.w + (n + j < n1 ? n + j : n1 - 1) * job.row_stride;

@@ -6,15 +6,16 @@ constexpr int kDecoded = 7;  // the kBits of kernels whose codes were unpacked t
 // AVX2's instruction for bytes saturates beyond 16 bits. Numbers of 4 bits are small enough for it (wide ones are decoded);
 // decoded ones, from -127 to 127, are if x is the unsigned side.
 template <int kBits>
-static inline Words AddProducts(Words sum, const Words* w, const Words* x) {
+static inline U AddProducts(U sum, const U* w, const U* x) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
   if constexpr (kBits == 4) {
-    const Words pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w[0], x[0]), _mm256_maddubs_epi16(w[1], x[1]));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    const __m256i first = _mm256_maddubs_epi16((__m256i)w[0], (__m256i)x[0]);
+    const __m256i pairs = _mm256_add_epi16(first, _mm256_maddubs_epi16((__m256i)w[1], (__m256i)x[1]));
+    return sum + (U)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
   }
   if constexpr (kBits == kDecoded) {
-    const Words pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x[0]), _mm256_sign_epi8(w[0], x[0]));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    const __m256i signs = (__m256i)x[0], pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(signs), _mm256_sign_epi8((__m256i)w[0], signs));
+    return sum + (U)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
   }
 #endif
   sum = Dot4(sum, w[0], x[0]);

@@ -69,11 +69,11 @@ struct Stretch {
 };
 
 // Four bytes of each output of a vector as unsigned numbers: one group of 8 bits, or two of 4.
-static inline void StoreFours(int bits, Words fours, Words flip, uint8_t* out) {
-  if (bits == 8) return StoreI(out, XorI(fours, flip));
-  const Words low = SameI(0x0F0F0F0F);
-  StoreI(out, XorI(AndI(fours, low), flip));
-  StoreI(out + 4 * kIntWide, XorI(AndI(HighI(fours), low), flip));
+static inline void StoreFours(int bits, U fours, U flip, uint8_t* out) {
+  if (bits == 8) return StoreI(out, fours ^ flip);
+  const U low = SameI(0x0F0F0F0F);
+  StoreI(out, (fours & low) ^ flip);
+  StoreI(out + 4 * kIntWide, ((fours >> 4) & low) ^ flip);
 }
 
 // Rows of bytes of w [K, N], from one output on: `count` rows, and `outputs` bytes of each.
@@ -85,7 +85,7 @@ struct ByteRows {
 // Bytes of the rows 4 * b to 4 * b + 3 side by side, for a vector of outputs from n on; in order, or as `PartsInOrder` expects them.
 // Rows beyond the last are any, since x is zero there.
 template <bool kInOrder>
-static inline void LoadFours(const ByteRows& rows, int64_t b, int64_t n, Words (&fours)[4]) {
+static inline void LoadFours(const ByteRows& rows, int64_t b, int64_t n, U (&fours)[4]) {
   UNROLL for (int i = 0; i < 4; ++i) {
     const uint8_t* p = rows.first + (4 * b + i < rows.count ? 4 * b + i : 0) * rows.stride + n;
     __builtin_prefetch(p + 16 * rows.stride);
@@ -99,15 +99,15 @@ constexpr int64_t kDeep = 4;  // groups of four rows of [K, N] that are read ove
 
 // A segment of the strips of w [K, N]. 16 rows are read over all strips before the next ones: 256 lines of the cache below each other,
 // each in a page of its own, take twice as long as 16 x 4, which the processor foresees.
-static void PackRows(int bits, const ByteRows& rows, Words flip, int64_t strips, uint8_t* out) {
+static void PackRows(int bits, const ByteRows& rows, U flip, int64_t strips, uint8_t* out) {
   const int64_t step = 4 * kIntWide * (8 / bits), fours_count = (rows.count + 3) / 4;  // bytes of a panel for four of w
   for (int64_t from = 0; from < fours_count; from += kDeep) {
     for (int64_t n0 = 0; n0 < strips * kIntWide; n0 += kIntBytes) {
       for (int64_t b = from; b < fours_count && b < from + kDeep; ++b) {
-        Words fours[4];
+        U fours[4];
         LoadFours<true>(rows, b, n0, fours);
         UNROLL for (int j = 0; j < 4; ++j) {
-          const int64_t n = n0 + j * kIntLanes;
+          const int64_t n = n0 + j * kLanes;
           StoreFours(bits, fours[j], flip, out + n / kIntWide * kSegment * kIntWide + b * step + n % kIntWide * 4);
         }
       }
@@ -119,18 +119,18 @@ static void PackRows(int bits, const ByteRows& rows, Words flip, int64_t strips,
 
 // 16 outputs from n0 on, from [N, K].
 static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0, uint8_t* out) {
-  const Words flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
+  const U flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
   const int64_t step = 4 * kIntWide * (8 / job.bits);  // bytes of a panel for four of w
   for (int64_t b = 0; b < bytes.fours; b += 16) {
     const __mmask64 there = FirstBytes(bytes.count - 4 * b);
-    Words rows[16];
+    __m512i rows[16];
     UNROLL for (int i = 0; i < 16; ++i) {
       const uint8_t* p = job.w + (n0 + i) * job.row_stride + bytes.from + 4 * b;
       _mm_prefetch(reinterpret_cast<const char*>(p + 64), _MM_HINT_T0);
-      rows[i] = n0 + i < job.N ? _mm512_maskz_loadu_epi8(there, p) : SameI(0);
+      rows[i] = n0 + i < job.N ? _mm512_maskz_loadu_epi8(there, p) : _mm512_setzero_si512();
     }
     TransposeWords(rows);
-    for (int i = 0; i < 16 && b + i < bytes.fours; ++i) StoreFours(job.bits, rows[i], flip, out + (b + i) * step);
+    for (int i = 0; i < 16 && b + i < bytes.fours; ++i) StoreFours(job.bits, (U)rows[i], flip, out + (b + i) * step);
   }
 }
 
