@@ -141,6 +141,32 @@ def test_sparse_parameters_are_served_as_they_were_trained(variables):
     np.testing.assert_allclose(trained, served, rtol=1e-5, atol=1e-6)
 
 
+def test_lora_adapters_have_the_paths_of_the_plan_and_learn(variables):
+    model = fl.quantize(NET, variables, X, recipe="nf4")
+    adapters = fl.lora_init(jax.random.key(0), NET, model, X, match="w[io]/kernel", rank=2, alpha=4.0)
+    assert list(adapters) == ["wi/kernel", "wo/kernel"] and adapters["wi/kernel"].alpha == 4
+    assert list(
+        fl.lora_init(jax.random.key(0), NET, model, X, match=".*kernel", rank=2, method="encode", without_product="skip")
+    ) == ["wi/kernel"]
+    adapted, base = jax.jit(fl.lora_apply(NET)), jax.jit(fl.apply(NET))(model, X)
+    np.testing.assert_array_equal(adapted(model, adapters, X), base)
+    gradient = jax.grad(lambda adapters: jnp.mean((adapted(model, adapters, X) - 1) ** 2))(adapters)
+    moved = jax.tree.map(lambda p, g: p - 0.5 * g, adapters, gradient)
+    learned = adapted(model, moved, X)
+    assert jnp.mean((learned - 1) ** 2) < jnp.mean((base - 1) ** 2)
+    merged = fl.lora_merge(model, {"wi/kernel": moved["wi/kernel"]})
+    kernels = [merged["params"][layer]["kernel"] for layer in ("wi", "wo")]
+    assert isinstance(kernels[0], nn.Partitioned) and not fb.is_qarray(kernels[0].value) and fb.is_qarray(kernels[1].value)
+    assert merged["batch_stats"] is model["batch_stats"]
+    # The sum of both terms is rounded once here and twice there: a few units of float32's last place.
+    np.testing.assert_allclose(fl.apply(NET)(fl.lora_merge(model, moved), X), learned, atol=1e-5)
+
+
+def test_the_variables_of_a_trained_module_may_be_a_keyword_argument(variables):
+    trained = fl.train(NET, "w8a8")
+    np.testing.assert_array_equal(trained(variables=variables, x=X), trained(variables, X))
+
+
 def test_a_policy_that_draws_takes_a_key(variables):
     arm = fb.Arm("int8", rounding="stochastic")
     recipe = fb.Recipe((fb.Rule("w[io]/kernel", fb.Policy("int8", "int8", dlhs=arm, drhs=arm)),))

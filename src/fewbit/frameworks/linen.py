@@ -4,32 +4,30 @@ Rules match the paths below the collection `params`, such as `decoder/layers_0/m
 of sharding metadata (`nn.Partitioned`, `nn.LogicallyPartitioned`) are kept and do not appear in paths.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
 import jax
-from jax.typing import ArrayLike
-from jaxtyping import Int, PyTree
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Int, Key, PyTree
 
 from ..array.qarray import is_qarray
+from ..array.scheme import Scheme
 from ..calibration.measure import Statistic
-from ..calibration.observe import observe as observe_function
 from ..calibration.range_rules import AbsMaxRange
 from ..calibration.ranges import AbstractRange
 from ..calibration.stats import Stats
 from ..ops.interpret.transparent import Decoded, transparent
 from ..recipe.plan import Plan
-from ..recipe.plan import plan as make_plan
 from ..recipe.recipe import RecipeLike
 from ..training.delayed_state import DelayedState
-from ..training.delayed_state import delayed_state as state_of
+from ..training.lora.adapter import Adapter
 from ..training.model_sparsity import ModelSparsity
-from ..training.model_sparsity import sparsity_state as sparsity_of
-from ..training.train import train as train_function
 from . import serialization
 from ._flax import LinenModule, flax
-from .adapter import SplitModel
+from .adapter import SplitFunction, SplitModel
 
 
 def plan(module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object) -> Plan:
@@ -41,7 +39,7 @@ def plan(module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: Recipe
     >>> plan(dense, variables, jnp.ones((1, 64)), recipe="int8")["kernel"].axis
     (-2,)
     """
-    return make_plan(*_split(variables).call(module.apply, **kwargs), *inputs, recipe=recipe)
+    return _split(variables).plan(module.apply, *inputs, recipe=recipe, **kwargs)
 
 
 def quantize(
@@ -96,15 +94,11 @@ def train(module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded]
     >>> jax.tree.structure(gradient) == jax.tree.structure(variables)
     True
     """
+    trained = SplitFunction(module.apply, _split).train(recipe, report=report)
 
-    def joined(params: PyTree, rest: PyTree, rebuild: Callable[..., Any], *args: PyTree, **kwargs: object) -> Any:
-        return module.apply(rebuild(params, rest), *args, **kwargs)
-
-    trained = train_function(joined, recipe, report=report)
-
+    # As for `module.apply`, the variables may be a keyword argument.
     def applied(variables: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
-        split = _split(variables)
-        return trained(split.params, split.rest, split.rebuild, *args, **kwargs)
+        return trained(variables, *args, **kwargs)
 
     return applied
 
@@ -119,7 +113,7 @@ def delayed_state(
     >>> list(delayed_state(dense, dense.init(jax.random.key(0), x), x, recipe="te_fp8_delayedscaling").products)
     ['kernel']
     """
-    return state_of(*_split(variables).call(module.apply, **kwargs), *inputs, recipe=recipe)
+    return _split(variables).delayed_state(module.apply, *inputs, recipe=recipe, **kwargs)
 
 
 def sparsity_state(
@@ -135,17 +129,17 @@ def sparsity_state(
     >>> int(state.masks["kernel"].sum()), int((pruned(variables, state)["params"]["kernel"] != 0).sum())
     (1024, 1024)
     """
-    return sparsity_of(*_split(variables).call(module.apply, **kwargs), *inputs, recipe=recipe)
+    return _split(variables).sparsity_state(module.apply, *inputs, recipe=recipe, **kwargs)
 
 
 def update_sparsity(state: ModelSparsity, variables: PyTree, step: Int[ArrayLike, ""] | None = None) -> ModelSparsity:
     """Updates the sparsity masks for one step, as `fb.ModelSparsity.update`."""
-    return state.update(_split(variables).params, step)
+    return _split(variables).update_sparsity(state, step)
 
 
 def pruned(variables: PyTree, state: ModelSparsity) -> PyTree:
     """The sparse variables, to quantize and serve, as `fb.ModelSparsity.apply`."""
-    return _split(variables).replaced(state.apply)
+    return _split(variables).pruned(state)
 
 
 def observe(
@@ -166,10 +160,78 @@ def observe(
     >>> float(stats["kernel"].range.high)
     6.0
     """
-    called, params, rest = _split(variables).call(module.apply, **kwargs)
-    return observe_function(
-        lambda params, *inputs: called(params, rest, *inputs), params, batches, recipe, rule=rule, collect=collect
+    return _split(variables).observe(module.apply, batches, recipe, rule=rule, collect=collect, **kwargs)
+
+
+def lora_init(
+    key: Key[Array, ""],
+    module: LinenModule,
+    variables: PyTree,
+    *inputs: PyTree,
+    match: str,
+    rank: int,
+    alpha: float | None = None,
+    dtype: DTypeLike = jnp.float32,
+    without_product: Literal["error", "skip"] = "error",
+    axis: int | tuple[int, ...] | None = None,
+    **kwargs: object,
+) -> dict[str, Adapter]:
+    """Initialises LoRA adapters (b = 0) for parameters whose path matches, as `fb.lora.init`.
+
+    Args:
+        match: a regular expression for full paths below the collection `params`, such as `"layers_[0-9]+/kernel"`.
+
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
+    >>> lora_init(jax.random.key(0), dense, dense.init(jax.random.key(0), x), x, match="kernel", rank=4)
+    {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
+    """
+    return _split(variables).lora_init(
+        key,
+        module.apply,
+        *inputs,
+        match=match,
+        rank=rank,
+        alpha=alpha,
+        dtype=dtype,
+        without_product=without_product,
+        axis=axis,
+        **kwargs,
     )
+
+
+def lora_apply(
+    module: LinenModule,
+    *,
+    dropout: float = 0.0,
+    fallback: Literal["error", "dequantize"] = "error",
+    report: Callable[[Decoded], None] | None = None,
+) -> Callable[..., Any]:
+    """`module.apply` that adds LoRA adapters to the parameters, quantized or not, as `fb.lora.apply`.
+
+    Returns:
+        A function `(variables, adapters, *args, dropout_key=None, **kwargs)`, with the other arguments of `module.apply`;
+        differentiate it by `adapters`.
+
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
+    >>> variables = quantize(dense, dense.init(jax.random.key(0), x), x, recipe="nf4")
+    >>> adapters = lora_init(jax.random.key(1), dense, variables, x, match="kernel", rank=4)
+    >>> jax.grad(lambda adapters: lora_apply(dense)(variables, adapters, x).sum())(adapters)
+    {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
+    """
+    return SplitFunction(module.apply, _split).lora_apply(dropout=dropout, fallback=fallback, report=report)
+
+
+def lora_merge(
+    variables: PyTree, adapters: Mapping[str, Adapter], *, scheme: str | Scheme | Mapping[str, Any] | None = None
+) -> PyTree:
+    """Adds every adapter's update to its parameter, as `fb.lora.merge`.
+
+    Returns:
+        The variables, with parameters inside the same boxes; arrays without an adapter are shared.
+    """
+    return _split(variables).lora_merge(adapters, scheme=scheme)
 
 
 def _split(variables: PyTree) -> SplitModel:

@@ -8,36 +8,33 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
-from jax.typing import ArrayLike
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int, Key, PyTree
 
 from ..array.qarray import is_qarray
 from ..array.scheme import Scheme
 from ..calibration.measure import Statistic
-from ..calibration.observe import observe as observe_function
 from ..calibration.range_rules import AbsMaxRange
 from ..calibration.ranges import AbstractRange
 from ..calibration.stats import Stats
 from ..ops.interpret.transparent import Decoded
-from ..ops.interpret.transparent import transparent as transparent_function
 from ..recipe.plan import Plan
-from ..recipe.plan import plan as make_plan
 from ..recipe.recipe import RecipeLike
 from ..training.delayed_state import DelayedState
-from ..training.delayed_state import delayed_state as state_of
 from ..training.lora.adapter import Adapter
-from ..training.lora.adapter import init as lora_adapters
-from ..training.lora.apply import apply as with_lora
-from ..training.lora.merge import merge as merged_lora
 from ..training.model_sparsity import ModelSparsity
-from ..training.model_sparsity import sparsity_state as sparsity_of
-from ..training.train import train as train_function
 from . import serialization
 from ._flax import flax
-from .adapter import SplitModel
+from .adapter import SplitFunction, SplitModel
+
+_R = TypeVar("_R")
+
+_Call: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
+"""The arguments of a function of a model, which may contain NNX objects: positional ones and keywords."""
 
 
 def _call(model: Callable[..., Any], *inputs: PyTree) -> Any:
@@ -52,7 +49,7 @@ def plan(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., A
     >>> plan(model, jnp.ones((1, 64)), recipe="int8")["kernel"].axis
     (-2,)
     """
-    return make_plan(*_split(model).call(fn or _call), *inputs, recipe=recipe)
+    return _split(model).plan(fn or _call, *inputs, recipe=recipe)
 
 
 def quantize(
@@ -99,11 +96,11 @@ def transparent(
     >>> float(jnp.abs(transparent(lambda model, x: model(x))(quantized, x) - model(x)).max()) < 0.05
     True
     """
-    pure = transparent_function(_pure(fn), fallback=fallback, report=report)
+    run = _with_changes(fn).transparent(fallback=fallback, report=report)
 
     @functools.wraps(fn)
     def wrapped(*args: PyTree, **kwargs: PyTree) -> Any:
-        return _run(pure, args, kwargs)
+        return _written((args, kwargs), *run((args, kwargs)))
 
     return wrapped
 
@@ -127,7 +124,7 @@ def train(
     >>> gradient["kernel"].shape
     (64, 32)
     """
-    pure = train_function(_pure(fn), recipe, report=report)
+    run = _with_changes(fn).train(recipe, report=report)
 
     @functools.wraps(fn)  # nnx.grad reads the signature
     def trained(
@@ -137,7 +134,7 @@ def train(
         sparsity: ModelSparsity | None = None,
         **kwargs: PyTree,
     ) -> Any:
-        return _run(pure, args, kwargs, key=key, delayed=delayed, sparsity=sparsity)
+        return _written((args, kwargs), *run((args, kwargs), key=key, delayed=delayed, sparsity=sparsity))
 
     return trained
 
@@ -150,7 +147,7 @@ def delayed_state(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callab
     >>> list(delayed_state(model, x, recipe="te_fp8_delayedscaling").products)
     ['kernel']
     """
-    return state_of(*_split(model).call(fn or _call), *inputs, recipe=recipe)
+    return _split(model).delayed_state(fn or _call, *inputs, recipe=recipe)
 
 
 def sparsity_state(
@@ -165,17 +162,17 @@ def sparsity_state(
     >>> int(state.masks["kernel"].sum()), int((pruned(model, state).kernel[...] != 0).sum())
     (1024, 1024)
     """
-    return sparsity_of(*_split(model).call(fn or _call), *inputs, recipe=recipe)
+    return _split(model).sparsity_state(fn or _call, *inputs, recipe=recipe)
 
 
 def update_sparsity(state: ModelSparsity, model: PyTree, step: Int[ArrayLike, ""] | None = None) -> ModelSparsity:
     """Updates the sparsity masks for one step, as `fb.ModelSparsity.update`."""
-    return state.update(_split(model).params, step)
+    return _split(model).update_sparsity(state, step)
 
 
 def pruned(model: PyTree, state: ModelSparsity) -> PyTree:
     """The sparse model, to quantize and serve, with shared other arrays, as `fb.ModelSparsity.apply`."""
-    return _split(model).replaced(state.apply)
+    return _split(model).pruned(state)
 
 
 def observe(
@@ -196,35 +193,55 @@ def observe(
     >>> float(observe(model, [x, -2 * x], "w8a8")["kernel"].range.high)
     6.0
     """
-    called, params, rest = _split(model).call(fn or _call)
-    return observe_function(
-        lambda params, *inputs: called(params, rest, *inputs), params, batches, recipe, rule=rule, collect=collect
-    )
+    return _split(model).observe(fn or _call, batches, recipe, rule=rule, collect=collect)
 
 
 def lora_init(
-    key: Key[Array, ""], model: PyTree, *inputs: PyTree, match: str, fn: Callable[..., Any] | None = None, **options: Any
+    key: Key[Array, ""],
+    model: PyTree,
+    *inputs: PyTree,
+    match: str,
+    rank: int,
+    fn: Callable[..., Any] | None = None,
+    alpha: float | None = None,
+    dtype: DTypeLike = jnp.float32,
+    without_product: Literal["error", "skip"] = "error",
+    axis: int | tuple[int, ...] | None = None,
 ) -> dict[str, Adapter]:
     """Initialises LoRA adapters (b = 0) for parameters whose path matches, as `fb.lora.init`.
 
     Args:
         match: a regular expression for full paths of the model's `nnx.Param`s, such as `"layers/[0-9]+/kernel"`.
-        options: `rank`, `alpha`, `dtype` and `without_product` of `fb.lora.init`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
     >>> lora_init(jax.random.key(0), model, x, match="kernel", rank=4)
     {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
     """
-    return lora_adapters(key, *_split(model).call(fn or _call), *inputs, match=match, **options)
+    return _split(model).lora_init(
+        key,
+        fn or _call,
+        *inputs,
+        match=match,
+        rank=rank,
+        alpha=alpha,
+        dtype=dtype,
+        without_product=without_product,
+        axis=axis,
+    )
 
 
-def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def lora_apply(
+    fn: Callable[..., Any],
+    *,
+    dropout: float = 0.0,
+    fallback: Literal["error", "dequantize"] = "error",
+    report: Callable[[Decoded], None] | None = None,
+) -> Callable[..., Any]:
     """Makes a function of a model add LoRA adapters to its parameters, as `fb.lora.apply`.
 
     Args:
         fn: a function whose first argument is an NNX model, quantized or not.
-        options: `dropout`, `fallback` and `report` of `fb.lora.apply`.
 
     Returns:
         A function `(model, adapters, *args, dropout_key=None, **kwargs)`; differentiate it by `adapters`. The Variables that
@@ -237,7 +254,7 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     >>> jax.grad(lambda adapters: adapted(model, adapters, x))(adapters)
     {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
     """
-    pure = with_lora(_pure(fn), **options)
+    run = _with_changes(fn).lora_apply(dropout=dropout, fallback=fallback, report=report)
 
     @functools.wraps(fn)
     def adapted(
@@ -247,10 +264,8 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         dropout_key: Key[Array, ""] | None = None,
         **kwargs: PyTree,
     ) -> Any:
-        def run(params: PyTree, *split: PyTree) -> Any:
-            return pure(params, adapters, *split, dropout_key=dropout_key)
-
-        return _run(run, (model, *args), kwargs)
+        call = ((model, *args), kwargs)
+        return _written(call, *run(call, adapters, dropout_key=dropout_key))
 
     return adapted
 
@@ -263,7 +278,7 @@ def lora_merge(
     Returns:
         A new model, which shares arrays without an adapter with `model`.
     """
-    return _split(model).replaced(functools.partial(merged_lora, adapters=adapters, scheme=scheme))
+    return _split(model).lora_merge(adapters, scheme=scheme)
 
 
 def _split(model: PyTree) -> SplitModel:
@@ -324,42 +339,53 @@ def _value(variable: PyTree) -> PyTree:
     return variable
 
 
-def _changed(nodes: tuple[Any, ...], before: dict[tuple[Any, ...], Any]) -> Any:
-    """The state of new Variables and of those with another array than before."""
-    after = _Graph.of(nodes).variables
-    new = [(path, x) for path, x in after.items() if path not in before or _value(x) is not before[path]]
-    return flax("nnx").from_flat_state(new)
+def _split_call(call: _Call) -> SplitModel:
+    """The `nnx.Param`s of the first object of a call, and all other values; its objects may share Variables."""
+    leaves, treedef = jax.tree.flatten(call, is_leaf=_is_leaf)
+    objects = {place: leaf for place, leaf in enumerate(leaves) if _is_object(leaf)}
+    graph = _Graph.of(tuple(objects.values()))
+    params, values = graph.values()
+
+    def rebuild(params: PyTree, rest: tuple[list[Any], list[Any]]) -> _Call:
+        values, leaves = rest[0], list(rest[1])
+        for place, node in zip(objects, graph.merged(params, values), strict=True):  # ascending
+            leaves.insert(place, node)
+        return treedef.unflatten(leaves)
+
+    others = [leaf for place, leaf in enumerate(leaves) if place not in objects]
+    return SplitModel(params, (values, others), rebuild)
 
 
-def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as a function of its objects' values, which also returns the changed state."""
+def _with_changes(fn: Callable[..., _R]) -> SplitFunction[tuple[_R, PyTree]]:
+    """`fn` as a function of a call, which also returns the state of new Variables and of those with another array."""
 
-    def pure(params: PyTree, rest: PyTree, graph: _Graph, filled: Callable[..., Any], leaves: PyTree) -> Any:
-        nodes = graph.merged(params, rest)
-        before = {path: _value(variable) for path, variable in _Graph.of(nodes).variables.items()}
-        args, kwargs = filled(nodes, leaves)
-        return fn(*args, **kwargs), _changed(nodes, before)
+    def changing(call: _Call) -> tuple[_R, PyTree]:
+        args, kwargs = call
+        objects = _objects(call)
+        before = {path: _value(x) for path, x in _Graph.of(objects).variables.items()}
+        result = fn(*args, **kwargs)
+        after = _Graph.of(objects).variables
+        changed = [(path, x) for path, x in after.items() if path not in before or _value(x) is not before[path]]
+        return result, flax("nnx").from_flat_state(changed)
 
-    return pure
+    return SplitFunction(changing, _split_call)
 
 
-def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: object) -> Any:
-    """Calls a transformed `_pure(fn)` with the arguments of `fn`; writes the changes into its objects."""
-    nnx = flax("nnx")
-
-    def is_object(x: object) -> bool:
-        return isinstance(x, nnx.Pytree | nnx.Variable)
-
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: is_object(x) or is_qarray(x))
-    places = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
-    nodes = tuple(leaves[i] for i in places)
-
-    def filled(nodes: tuple[Any, ...], leaves: list[Any]) -> Any:
-        found = dict(zip(places, nodes, strict=True))
-        return jax.tree.unflatten(treedef, [found.get(i, leaf) for i, leaf in enumerate(leaves)])
-
-    graph = _Graph.of(nodes)
-    others = [None if i in places else leaf for i, leaf in enumerate(leaves)]
-    result, changes = pure(*graph.values(), graph, filled, others, **settings)
-    nnx.update(nodes, changes)
+def _written(call: _Call, result: _R, changes: PyTree) -> _R:
+    """The result, after the changes are written into the objects of the call."""
+    flax("nnx").update(_objects(call), changes)
     return result
+
+
+def _objects(call: _Call) -> tuple[PyTree, ...]:
+    """The NNX objects of a call, in order."""
+    return tuple(leaf for leaf in jax.tree.leaves(call, is_leaf=_is_leaf) if _is_object(leaf))
+
+
+def _is_object(x: object) -> bool:
+    nnx = flax("nnx")
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _is_leaf(x: object) -> bool:
+    return _is_object(x) or is_qarray(x)
