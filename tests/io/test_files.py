@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fewbit import QuantError, workflows
-from fewbit.io.files import check_spans, checked_path, content, file_sha256, mapped
+from fewbit.io.files import check_spans, checked_path, content, file_sha256, mapped, part_hashes
 
 
 def test_the_bytes_of_a_file_are_mapped_read_only(tmp_path):
@@ -68,6 +68,14 @@ def test_the_hash_of_a_file(tmp_path):
     assert file_sha256(tmp_path / "a") == hashlib.sha256(b"abc").hexdigest()
     with pytest.raises(QuantError, match=r"none cannot be read: No such file or directory"):
         file_sha256(tmp_path / "none")
+
+
+def test_parts_and_the_whole_are_hashed_together(tmp_path):
+    (tmp_path / "a").write_bytes(b"-abcdef")
+    hashes, whole = part_hashes(tmp_path / "a", 1, [2, 0, 3])
+    assert hashes == [hashlib.sha256(part).hexdigest() for part in (b"ab", b"", b"cde")]
+    assert whole == hashlib.sha256(b"abcde").hexdigest()
+    assert part_hashes(tmp_path / "a", 5, [9])[1] == hashlib.sha256(b"ef").hexdigest(), "as far as the file goes"
 
 
 SPANS = {

@@ -1,12 +1,14 @@
 """The journal of a job, and arrays on their way into files: what is whole is found again, and nothing else."""
 
 import errno
+import hashlib
 import os
 
 import numpy as np
 import pytest
 
 from fewbit.errors import QuantError
+from fewbit.io import files
 from fewbit.io.atomic_directory import StagedDirectory
 from fewbit.io.journal import Added, Journal, Spool
 
@@ -130,6 +132,46 @@ def test_moved_arrays_are_found_where_they_are_and_all_else_is_removed(tmp_path)
     (staged / "out").write_bytes(content)
     assert restored(tmp_path) == ([[]], [])
     assert os.listdir(tmp_path) == []
+
+
+MOVED = b"head" + bytes(range(5)) + bytes(3) + np.ones(6, np.float32).tobytes() + bytes(2)
+
+
+def test_a_file_is_read_back_once(tmp_path, monkeypatch):
+    read, real = [], files.file_chunks
+
+    def counted(path, begin, nbytes):
+        for chunk in real(path, begin, nbytes):
+            read.append((path.name, begin, chunk))
+            yield chunk
+
+    monkeypatch.setattr(files, "file_chunks", counted)  # what hashes are taken of; the spool file is copied by another name
+    with StagedDirectory(tmp_path / "m", overwrite=False) as staged:
+        spool = Spool(staged, None, 4)
+        for index, arrays in enumerate(ARRAYS):
+            spool.add({"n": index}, arrays)
+        moved = spool.move("out", 0, b"head", ["a", "b.scale", "b"])
+    assert b"".join(chunk for _, _, chunk in read) == MOVED and {name for name, _, _ in read} == {"out"}
+    assert (moved.end, moved.sha256) == (len(MOVED), hashlib.sha256(MOVED).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [(0, "the header of out"), (4, "tensor 'a'"), (10, "the padding before tensor 'b.scale'"), (-1, "tensor 'b'")],
+    ids=str,
+)
+def test_each_part_of_a_file_is_compared(tmp_path, monkeypatch, place, what):
+    def damaged(staged, name):
+        file = staged.path / name
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(content)
+
+    monkeypatch.setattr(StagedDirectory, "flush", damaged)
+    with pytest.raises(QuantError, match=f"m: {what} reads back differently from what was written; the disk may be failing"):
+        spooled(tmp_path, moved=True)
+    monkeypatch.undo()
+    assert [len(batch) for batch in restored(tmp_path)[0]] == [2], "the spool file is whole"
 
 
 def test_a_run_without_a_journal_keeps_nothing(tmp_path):

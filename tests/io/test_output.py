@@ -1,5 +1,6 @@
 """Where an output may be written: never over, into or around what is read, and never over files that are not ours."""
 
+import functools
 import json
 import os
 import shutil
@@ -9,6 +10,9 @@ import pytest
 
 from fewbit import QuantError, io
 from fewbit._json import canonical, dumped
+from fewbit.evaluate.report import check_page_path
+from fewbit.io.gguf.imatrix import check_imatrix_output
+from fewbit.io.gguf.writer import check_gguf_output
 from fewbit.io.native.manifest import sha256
 from fewbit.io.output import check_output, foreign_files
 
@@ -71,6 +75,7 @@ def test_a_source_inside_around_or_at_the_target_is_refused(ours, tmp_path):
     refused(ours, "m is the model itself", sources=[ours])
     refused(ours / "out", "out is inside .*m, the model that is read", sources=[ours])
     refused(ours / "a" / "b", "b is inside .*m, the model that is read", sources=[ours])
+    refused(ours / "config.json", r"config\.json is a file of .*m, the model that is read", sources=[ours])
     refused(tmp_path, "contains .*m, which is read", sources=[ours])
     refused(ours, r"m contains .*fewbit\.safetensors, which is read", sources=[ours / "fewbit.safetensors"])
     assert check_output(tmp_path / "out", overwrite=True, sources=[ours, tmp_path / "no-such-thing"]) == tmp_path / "out"
@@ -94,10 +99,46 @@ def test_paths_that_cannot_be_written(tmp_path):
     refused("a\0b", "contains a zero byte")
     (tmp_path / "file").touch()
     refused(tmp_path / "file" / "m", "m cannot be written: .*file is not a directory")
-    refused(tmp_path / "file", "file is a file, so it is not replaced")
-    with pytest.raises(QuantError, match="file exists; choose another output, or allow it to be replaced"):
-        check_output(tmp_path / "file", overwrite=False)
+    for overwrite in (False, True):
+        with pytest.raises(QuantError, match="file is a file, so it is not replaced; choose another output or remove it"):
+            check_output(tmp_path / "file", overwrite=overwrite)
+    (tmp_path / "m").mkdir()
+    with pytest.raises(QuantError, match="m exists; choose another output, or allow it to be replaced"):
+        check_output(tmp_path / "m", overwrite=False)
     assert check_output(tmp_path / "a" / "b", overwrite=False) == tmp_path / "a" / "b"
+
+
+FILES = {
+    "GGUF": (check_gguf_output, "model.gguf"),
+    "importance matrix": (check_imatrix_output, "imatrix.gguf"),
+    "report": (check_page_path, "report.html"),
+}
+
+
+@pytest.mark.parametrize("check", FILES)
+def test_files_are_refused_in_the_words_of_directories(check, ours, tmp_path):
+    check, name = FILES[check]
+    check = functools.partial(check, overwrite=True)
+    (tmp_path / "file").touch()
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "file")
+    reasons = {
+        "": f"the output path is empty; name a file, such as {name}",
+        "a\0b": "contains a zero byte",
+        tmp_path / "file" / "a.gguf": "a.gguf cannot be written: .*file is not a directory",
+        tmp_path / "m": f"m is a directory, so it is not replaced; name a file, such as .*m/{name}",
+        tmp_path
+        / "link.gguf": "link.gguf is a symbolic link, so it is not replaced; choose another output or remove it yourself",
+        "/dev/null": "/dev/null is no regular file, so it is not replaced",
+    }
+    for path, reason in reasons.items():
+        with pytest.raises(QuantError, match=reason):
+            check(path)
+    for source, relation in (
+        (tmp_path / "file", "the model itself"),
+        (tmp_path, f"a file of {tmp_path}, the model that is"),
+    ):
+        with pytest.raises(QuantError, match=f"file is {relation}"):
+            check(tmp_path / "file", sources=[source])
 
 
 @pytest.mark.finding(3)

@@ -27,7 +27,7 @@ def test_a_row_with_a_policy_quantizes():
     [
         (X[:2], r"layers/0/w has shape \(2, 32\), but the plan was made for \(4, 32\)"),
         (fb.quantize(X, "nf4"), "layers/0/w is quantized already, as nf4"),
-        (X.at[1, 2].set(jnp.nan), "layers/0/w holds 1 values that are NaN or infinite, of 128"),
+        (X.at[1, 2].set(jnp.nan), r"NaN or infinite values in layers/0/w \(1 of 128\); repair the checkpoint, or exclude"),
     ],
     ids=["shape", "quantized", "NaN"],
 )

@@ -136,6 +136,31 @@ def range_sha256(path: pathlib.Path, begin: int, nbytes: int) -> str:
     return digest.hexdigest()
 
 
+def part_hashes(path: pathlib.Path, begin: int, sizes: Iterable[int]) -> tuple[list[str], str]:
+    """The SHA-256 of parts of a file that follow each other, and of all of them together; each byte is read once.
+
+    Args:
+        path: the file.
+        begin: the first byte of the first part.
+        sizes: the bytes of each part.
+
+    Returns:
+        The hash of each part and the hash of all, in hexadecimal, of what exists.
+
+    Raises:
+        QuantError: when the file is not readable.
+    """
+    whole, hashes = hashlib.sha256(), []
+    for size in sizes:
+        part = hashlib.sha256()
+        for chunk in file_chunks(path, begin, size):
+            part.update(chunk)
+            whole.update(chunk)
+        hashes.append(part.hexdigest())
+        begin += size
+    return hashes, whole.hexdigest()
+
+
 def check_spans(spans: Iterable[tuple[str, int, int]], total: int, where: str, *, alignment: int = 1) -> None:
     """Checks that the tensors of a file fill its data without gap or overlap.
 

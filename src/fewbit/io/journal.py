@@ -15,7 +15,7 @@ import numpy as np
 from .._json import canonical
 from ..errors import QuantError
 from .atomic_directory import StagedDirectory, write_all
-from .files import file_chunks, mapped, range_sha256
+from .files import file_chunks, mapped, part_hashes, range_sha256
 from .lock import OutputLock
 from .native.manifest import sha256
 from .safetensors.file import DTYPES, array_bytes, dtype_name
@@ -225,32 +225,39 @@ class Spool:
         Raises:
             QuantError: when the disk is full, or something reads back differently from what was added.
         """
-        spool, target, arrays = self._staged.path / self._name, self._staged.path / file, self.batch.arrays
-        places, end = {}, begin + len(head)
-        for name in names:
-            places[name] = self._aligned(end - begin - len(head)) + begin + len(head)
-            end = places[name] + arrays[name].nbytes
+        spool, arrays = self._staged.path / self._name, {name: self.batch.arrays[name] for name in names}
+        gaps, size = [], 0
+        for one in arrays.values():
+            gaps.append(self._aligned(size) - size)
+            size += gaps[-1] + one.nbytes
+        end = begin + len(head) + size
 
         def pieces() -> Iterator[bytes]:
             yield head
-            written = begin + len(head)
-            for name, place in places.items():
-                yield bytes(place - written)
-                yield from file_chunks(spool, arrays[name].begin, arrays[name].nbytes)
-                written = place + arrays[name].nbytes
+            for gap, one in zip(gaps, arrays.values(), strict=True):
+                yield bytes(gap)
+                yield from file_chunks(spool, one.begin, one.nbytes)
 
         self._staged.write_at(file, begin, pieces(), end - begin)
         self._staged.flush(file)
-        if b"".join(file_chunks(target, begin, len(head))) != head:
-            raise self._changed(f"the header of {file}")
-        for name, place in places.items():
-            if range_sha256(target, place, arrays[name].nbytes) != arrays[name].sha256:
-                raise self._changed(f"tensor {name!r}")
-        moved = Moved(file, begin, end, range_sha256(target, begin, end - begin))
+        parts = {f"the header of {file}": (len(head), sha256(head))}
+        for gap, (name, one) in zip(gaps, arrays.items(), strict=True):
+            if gap:
+                parts[f"the padding before tensor {name!r}"] = gap, sha256(bytes(gap))
+            parts[f"tensor {name!r}"] = one.nbytes, one.sha256
+        moved = Moved(file, begin, end, self._read_back(file, begin, parts))
         self._note({"moved": dataclasses.asdict(moved)})
         self.remove()
         self._count, self.batch = self._count + 1, Batch()
         return moved
+
+    def _read_back(self, file: str, begin: int, parts: Mapping[str, tuple[int, str]]) -> str:
+        """Compares parts of a file, each of a size and a hash, in one pass; returns the hash of all of them."""
+        found, whole = part_hashes(self._staged.path / file, begin, [size for size, _ in parts.values()])
+        for (name, (_, expected)), one in zip(parts.items(), found, strict=True):
+            if one != expected:
+                raise self._changed(name)
+        return whole
 
     def restored(self) -> list[Batch]:
         """What an earlier run of the job added that is whole on the disk, the last batch in the spool file.

@@ -25,7 +25,7 @@ from .journal import Journal, Spool
 from .native.manifest import CONFIG, is_plain_name
 from .native.records import Records, checked_record, leaf_names, leaves, qarray, weight_info
 from .native.writer import storable
-from .output import check_output
+from .output import OutputKind, check_output
 from .shards import Progress, host_array
 from .staged_writer import AbstractWriter
 
@@ -80,7 +80,8 @@ class OrbaxWriter(AbstractWriter):
         journal: Journal | None = None,
     ):
         _package(pathlib.Path(path))
-        check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources), foreign=_foreign_files)
+        kind = OutputKind(_foreign_files)
+        check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources), kind=kind)
         super().__init__(path, check, overwrite=overwrite, progress=progress, journal=journal)
         self._small = {CONFIG: dumped(dict(config or {}), CONFIG), **(files or {})}
         for name in self._small:

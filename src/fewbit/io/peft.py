@@ -28,7 +28,7 @@ from .._registry import near_names
 from ..errors import QuantError
 from ..training.lora.adapter import Adapter
 from .atomic_directory import StagedDirectory
-from .output import check_output
+from .output import OutputKind, check_output
 from .safetensors.file import array_bytes, file_header, ordered, read_file
 
 TENSORS = "adapter_model.safetensors"
@@ -76,7 +76,7 @@ def write_adapters(
     >>> read_adapters(path, {"up": adapter})
     {'up': Adapter(a=[4, 2], b=[2, 8], alpha=4)}
     """
-    check = functools.partial(check_output, overwrite=overwrite, foreign=_foreign_files)
+    check = functools.partial(check_output, overwrite=overwrite, kind=OutputKind(_foreign_files))
     target = check(path)
     modules = _modules(adapters, names)
     tensors = ordered({name: x for module in modules.values() for name, x in module.tensors().items()})

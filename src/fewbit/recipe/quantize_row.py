@@ -2,11 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
@@ -67,10 +68,9 @@ def quantize_row(leaf: Leaf, row: PlanRow, method: AbstractMethod = NEAREST, obs
             "tree as it is, which leaves QArrays unchanged, or decode it by fb.dequantize"
         )
     x = jnp.asarray(leaf)
-    if not isinstance(x, Tracer) and (bad := int(jnp.sum(~jnp.isfinite(x)))):  # a traced array has no values yet
+    if counts := non_finite_counts([(row.path, x)]):
         raise QuantError(
-            f"{row.path} holds {bad} values that are NaN or infinite, of {x.size}; a tile with one decodes to NaN. "
-            f"Repair the checkpoint, or exclude the parameter by a rule with policy null"
+            non_finite_message(counts, "repair the checkpoint, or exclude the parameter by a rule with policy null")
         )
     return quantize_finite(x, row, method, observation)
 
@@ -94,12 +94,10 @@ def quantize_finite(
         UnsupportedError: where the method cannot quantize the parameter, such as for blocks along an axis that no product
             contracts.
     """
-    for leaf in jax.tree.leaves(observation):
-        if not isinstance(leaf, Tracer) and not jnp.isfinite(leaf).all():
-            raise QuantError(
-                f"the statistics of {row.path} have NaN or infinite values: the activations overflow on the calibration data; "
-                "check the batches and the model"
-            )
+    if counts := non_finite_counts([(f"the statistics of {row.path}", observation)]):
+        raise QuantError(
+            non_finite_message(counts, "the activations overflow on the calibration data: check the batches and the model")
+        )
     if observation is not None and row.sparsity is not None:
         raise UnsupportedError(
             f"{row.path}: {method.name} would move pruned weights away from zero; prune without a method, or quantize a "
@@ -117,6 +115,49 @@ def quantize_finite(
         if row.path in str(error):
             raise
         raise type(error)(f"{row.path}: {error}") from error
+
+
+def non_finite_counts(values: Iterable[tuple[str, PyTree]]) -> dict[str, tuple[int, int]]:
+    """Counts NaN and infinity.
+
+    Args:
+        values: names, and for each an array or a tree of arrays. Traced arrays, which have no values yet, and integers count as
+            finite.
+
+    Returns:
+        For each name with NaN or infinity how many there are, and of how many elements.
+    """
+    found = {}
+    for name, tree in values:
+        leaves = jax.tree.leaves(tree)
+        if count := sum(map(_non_finite, leaves)):
+            found[name] = count, sum(leaf.size for leaf in leaves)
+    return found
+
+
+def _non_finite(x: np.ndarray | jax.Array) -> int:
+    if isinstance(x, Tracer) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return 0
+    if isinstance(x, np.ndarray) and x.dtype.kind in "fc":  # in host memory, and float64 as it is
+        return int(x.size - np.count_nonzero(np.isfinite(x)))
+    return int(jnp.sum(~jnp.isfinite(jnp.asarray(x))))
+
+
+def non_finite_message(counts: Mapping[str, tuple[int, int]], advice: str) -> str:
+    """The message about NaN and infinity.
+
+    Args:
+        counts: what `non_finite_counts` found; the first 20 are named.
+        advice: what to do.
+
+    Returns:
+        The text of an error.
+    """
+    named = [f"{name} ({count:,} of {size:,})" for name, (count, size) in counts.items()]
+    listed = ", ".join(named[:20])
+    if len(named) > 20:
+        listed += f" and {len(named) - 20} more parameters"
+    return f"NaN or infinite values in {listed}; {advice}. A tile that is quantized with one dequantizes to NaN"
 
 
 def observation_of(row: PlanRow, method: AbstractMethod, stats: SupportsObservations | None) -> PyTree:

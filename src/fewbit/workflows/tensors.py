@@ -20,7 +20,7 @@ from ..io.checkpoint import TensorInfo
 from ..recipe.apply import check_storable
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
-from ..recipe.quantize_row import quantize_finite
+from ..recipe.quantize_row import non_finite_counts, non_finite_message, quantize_finite
 from ..recipe.rows import PlanRow
 from .convert.fused import quantized_together
 from .methods.experts import ExpertTokens
@@ -166,8 +166,9 @@ def quantized_tensors(
         start = time.perf_counter()
         stored = model.load(row.path)
         x = _float_values(stored, row)
-        if bad := _non_finite(x):
-            raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
+        if counts := non_finite_counts([(row.path, x)]):
+            counts |= non_finite_counts((r.path, _float_values(model.load(r.path), r)) for r in rows)
+            raise QuantError(f"{model.path} has {non_finite_message(counts, 'nothing was written; repair the checkpoint')}")
         if row.path in fused and row.path not in calibrated and row.path not in together:
             parts = {r.path: _float_values(model.load(r.path), r) for r in fused[row.path]}
             joint = quantized_together(parts, row, method, observed.get(row.path))
@@ -217,29 +218,3 @@ def _converted(
     x = jnp.asarray(x)
     q = jax.block_until_ready(quantize_finite(x, row, method, observation))
     return q, sqnr_db(x, q)
-
-
-def _non_finite(x: np.ndarray | jax.Array) -> int:
-    """Counts NaN and infinity."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return 0
-    if isinstance(x, np.ndarray) and x.dtype.kind in "fc":
-        return int(x.size - np.count_nonzero(np.isfinite(x)))
-    return int(jnp.sum(~jnp.isfinite(jnp.asarray(x))))
-
-
-def _more_non_finite(model: Model, rows: Iterable[PlanRow]) -> dict[str, int]:
-    """The NaN and infinity counts of the remaining parameters, so that one message names them all."""
-    counts = {row.path: _non_finite(_float_values(model.load(row.path), row)) for row in rows}
-    return {path: count for path, count in counts.items() if count}
-
-
-def _non_finite_message(model: Model, counts: dict[str, int]) -> str:
-    named = [f"{path} ({count:,} of {math.prod(model.info[path].shape):,})" for path, count in counts.items()]
-    listed = ", ".join(named[:20])
-    if len(named) > 20:
-        listed += f" and {len(named) - 20} more parameters"
-    return (
-        f"{model.path} has NaN or infinite values in {listed}; nothing was written. "
-        "Repair the checkpoint: a block with one such value dequantizes to NaN"
-    )

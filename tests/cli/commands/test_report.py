@@ -60,12 +60,15 @@ def test_the_same_facts_as_json_and_the_same_bytes_again(models, tmp_path):
 def test_messages(models, tmp_path):
     model, source = models
     assert "drop one of the two" in run(model, "--against", source, "--no-quality", "--text", "pydoc", status=2).stderr
-    assert "is a directory; pass the name of a file" in run(model, "--against", source, "-o", tmp_path, status=2).stderr
+    assert (
+        "is a directory, so it is not replaced; name a file"
+        in run(model, "--against", source, "-o", tmp_path, status=2).stderr
+    )
     (tmp_path / "mine.html").write_text("mine")
     message = run(model, "--against", source, "-o", tmp_path / "mine.html", status=2).stderr
     assert "is no report of fewbit" in message and message.count("error:") == 1
     weights = source / "model.safetensors"
     message = run(model, "--against", source, "-o", weights, "--overwrite", "--no-quality", status=2).stderr
-    assert f"report {weights} is a file of the model {source}; choose another name" in message
+    assert f"{weights} is a file of {source}, the model that is read; choose another output" in message
     assert "nothing.gguf does not exist" in run(model, "--against", tmp_path / "nothing.gguf", status=2).stderr
     assert (tmp_path / "mine.html").read_text() == "mine"

@@ -290,14 +290,16 @@ def test_only_reports_are_replaced(facts, tmp_path):
     first = path.read_bytes()
     assert save_page(path, facts).read_bytes() == first
     path.write_text("<!doctype html>\n<p>mine")
-    with pytest.raises(QuantError, match=r"exists and is no report of fewbit; choose another name, or pass --overwrite"):
+    with pytest.raises(
+        QuantError, match=r"is no report of fewbit, so it is not replaced; .*or pass overwrite=True, --overwrite"
+    ):
         save_page(path, facts)
     assert save_page(path, facts, overwrite=True).read_bytes() == first
     assert os.listdir(tmp_path) == ["r.html"]
 
 
 def test_paths_that_cannot_be_written(tmp_path):
-    with pytest.raises(QuantError, match=r"is a directory; pass the name of a file, such as .*report\.html"):
+    with pytest.raises(QuantError, match=r"is a directory, so it is not replaced; name a file, such as .*report\.html"):
         check_page_path(tmp_path)
     with pytest.raises(QuantError, match="no does not exist"):
         check_page_path(tmp_path / "no" / "r.html")
@@ -306,11 +308,27 @@ def test_paths_that_cannot_be_written(tmp_path):
     model = tmp_path / "model" / "model.safetensors"
     model.parent.mkdir()
     model.write_bytes(b"weights")
-    with pytest.raises(QuantError, match="is a file of the model"):
+    with pytest.raises(QuantError, match=r"model\.safetensors is a file of .*model, the model that is read"):
         check_page_path(model, overwrite=True, sources=[model.parent])
-    with pytest.raises(QuantError, match="is a file of the model"):
+    with pytest.raises(QuantError, match="is the model itself"):
         check_page_path(model, overwrite=True, sources=[model])
-    assert check_page_path(model.parent / "report.html", sources=[model.parent])
+    report = model.parent / "report.html"
+    assert check_page_path(report, sources=[model.parent]) == report
+    report.write_text(MARKER)
+    assert check_page_path(report, sources=[model.parent]) == report
+
+
+def test_a_file_that_comes_while_a_page_is_written_stays(facts, tmp_path, monkeypatch):
+    path = tmp_path / "r.html"
+
+    def slow(report):
+        path.write_text("mine")
+        return MARKER
+
+    monkeypatch.setattr(sys.modules["fewbit.evaluate.report.page"], "report_page", slow)
+    with pytest.raises(QuantError, match="is no report of fewbit, so it is not replaced"):
+        save_page(path, facts)
+    assert path.read_text() == "mine" and os.listdir(tmp_path) == ["r.html"]
 
 
 def test_matplotlib_is_asked_for_first(tmp_path, monkeypatch):

@@ -136,10 +136,10 @@ def test_only_our_own_files_are_replaced(tmp_path):
     (tmp_path / "link.gguf").symlink_to(ours)
     (tmp_path / "folder").mkdir()
     reasons = {
-        "f.gguf": "is a GGUF file that fewbit did not write",
+        "f.gguf": "was not written by fewbit, so it is not replaced.*its metadata lacks fewbit.version",
         "t.gguf": "was not written by fewbit, so it is not replaced.*is not a GGUF file",
-        "link.gguf": "is not a regular file",
-        "folder": "is not a regular file",
+        "link.gguf": "is a symbolic link, so it is not replaced",
+        "folder": "is a directory, so it is not replaced; name a file, such as .*folder/model.gguf",
     }
     for name, reason in reasons.items():
         with pytest.raises(QuantError, match=reason):

@@ -1,5 +1,6 @@
 """Writes a report as one HTML page that loads nothing."""
 
+import functools
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -7,6 +8,8 @@ from html import escape
 from pathlib import Path
 
 from ...errors import QuantError
+from ...io.atomic_directory import StagedDirectory
+from ...io.output import OutputKind, check_output
 from ...recipe.table import shape_text
 from ..chart import load_matplotlib
 from ..metrics import Estimate
@@ -43,28 +46,34 @@ def check_page_path(
         The path.
 
     Raises:
-        QuantError: when it is a directory, lies in one that does not exist, is a file of a model, or exists and is no report
-            (without `overwrite`).
+        QuantError: as `io.check_output`, for a file in a directory that does not exist, and without `overwrite` for an existing
+            file that is no report. It may lie in a model's directory, and an earlier report is always replaced.
         UnsupportedError: when matplotlib is not installed.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise QuantError(f"report {path} is a directory; pass the name of a file, such as {path / 'report.html'}")
-    if not path.absolute().parent.is_dir():
-        raise QuantError(f"report {path} cannot be written: the directory {path.parent} does not exist")
-    if path.exists():
-        if not path.is_file():
-            raise QuantError(f"report {path} is no regular file; pass the name of a file, such as report.html")
-        target = path.resolve()
-        own = [source for source in map(Path, sources) if source.resolve() in (target, *target.parents)]
-        with path.open("rb") as file:
-            is_report = file.read(len(MARKER.encode())) == MARKER.encode()
-        if own and not is_report:
-            raise QuantError(f"report {path} is a file of the model {own[0]}; choose another name")
-        if not (is_report or overwrite):
-            raise QuantError(f"{path} exists and is no report of fewbit; choose another name, or pass --overwrite")
+    is_new = not os.path.lexists(path)
+    if is_new or _is_report(Path(path)):
+        sources = ()  # it may lie in a model's directory
+    kind = OutputKind(
+        functools.partial(_foreign_files, overwrite=overwrite), "report.html", "is no report of fewbit", makes_parents=False
+    )
+    check_output(path, overwrite=True, sources=sources, kind=kind)
     load_matplotlib()
-    return path
+    return Path(path)
+
+
+def _is_report(path: Path) -> bool:
+    """True for a file that begins as a report of fewbit."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MARKER)) == MARKER.encode()
+
+
+def _foreign_files(path: Path, overwrite: bool) -> list[str]:
+    """Refuses a file that is no report, without `overwrite`."""
+    if not (overwrite or _is_report(path)):
+        raise QuantError("or pass overwrite=True, --overwrite")
+    return []
 
 
 def save_page(
@@ -86,17 +95,15 @@ def save_page(
         The path.
 
     Raises:
-        QuantError: when `check_page_path` refuses the path.
+        QuantError: when `check_page_path` refuses the path, another process is writing it, or the disk is full.
         UnsupportedError: when matplotlib is not installed.
     """
-    path = check_page_path(path, overwrite=overwrite, sources=sources)
-    text = report_page(report)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    check = functools.partial(check_page_path, overwrite=overwrite, sources=tuple(sources))
+    path = check(path)
+    text = report_page(report).encode("utf-8", "backslashreplace")
+    with StagedDirectory(path.absolute(), overwrite=True, check=check) as staged:
+        staged.write_verified(path.name, text)
+        staged.commit_file(path.name)
     return path
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from ...errors import QuantError
 from ..atomic_directory import StagedDirectory
 from ..files import check_spans, mapped
-from ..output import checked_target
+from ..output import OutputKind, check_output
 from .fields import Field, file_header
 from .header import TensorEntry, read_header
 
@@ -133,23 +133,19 @@ def check_imatrix_output(
         The path.
 
     Raises:
-        QuantError: for another suffix than `.gguf` and `.dat`, and an existing file that is no importance matrix.
+        QuantError: as `check_output`, for another suffix than `.gguf` and `.dat`, and an existing file that is no importance matrix.
     """
-    target = checked_target(path, sources)
+    kind = OutputKind(_foreign_files, "imatrix.gguf", refusal="is no importance matrix")
+    target = check_output(path, overwrite=overwrite, sources=sources, kind=kind)
     if target.suffix not in _SUFFIXES:
         raise QuantError(f"{target} must end in .gguf, or in .dat for llama.cpp's older layout")
-    if os.path.lexists(target):
-        if not overwrite:
-            raise QuantError(
-                f"{target} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)"
-            )
-        try:
-            read_imatrix(target)
-        except QuantError as error:
-            raise QuantError(
-                f"{target} is no importance matrix, so it is not replaced; choose another output ({error})"
-            ) from error
     return target
+
+
+def _foreign_files(file: pathlib.Path) -> list[str]:
+    """Refuses a file that is no importance matrix."""
+    read_imatrix(file)
+    return []
 
 
 def _from_gguf(data: np.ndarray, where: str) -> ImportanceMatrix:

@@ -16,7 +16,7 @@ from ...errors import QuantError
 from ..files import mapped
 from ..journal import Journal, Spool
 from ..native.writer import storable
-from ..output import checked_target
+from ..output import OutputKind, check_output
 from ..shards import Progress
 from ..staged_writer import AbstractWriter
 from .fields import Field, encoded, file_header
@@ -190,18 +190,12 @@ def check_gguf_output(
     Raises:
         QuantError: as `check_output`, and for an existing file that is not a GGUF file of fewbit.
     """
-    target = checked_target(path, sources)
-    if not os.path.lexists(target):
-        return target
-    advice = "choose another output or remove it yourself"
-    if not overwrite:
-        raise QuantError(f"{target} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)")
-    if target.is_symlink() or not target.is_file():
-        raise QuantError(f"{target} is not a regular file, so it is not replaced; {advice}")
-    try:
-        fields = read_header(mapped(target), str(target)).metadata
-    except QuantError as error:
-        raise QuantError(f"{target} was not written by fewbit, so it is not replaced; {advice} ({error})") from error
-    if VERSION_FIELD not in fields:
-        raise QuantError(f"{target} is a GGUF file that fewbit did not write, so it is not replaced; {advice}")
-    return target
+    kind = OutputKind(_foreign_files, _FILE)
+    return check_output(path, overwrite=overwrite, sources=sources, kind=kind)
+
+
+def _foreign_files(file: pathlib.Path) -> list[str]:
+    """Refuses a file that is not a GGUF file of fewbit."""
+    if VERSION_FIELD not in read_header(mapped(file), str(file)).metadata:
+        raise QuantError(f"its metadata lacks {VERSION_FIELD}")
+    return []

@@ -29,11 +29,11 @@ from ...models.decoder import embedded, layer_output, output_logits
 from ...models.joined import stack_experts
 from ...models.names import shapes, tree_from_paths
 from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, folded, observed
-from ...ops.interpret.parameter_uses import parameter_paths
+from ...ops.interpret.parameter_uses import parameter_paths, with_leaves
 from ...ops.interpret.transparent import evaluated, transparent
 from ...recipe.method import AbstractMethod
 from ...recipe.plan import Plan
-from ...recipe.quantize_row import quantize_row
+from ...recipe.quantize_row import non_finite_counts, non_finite_message, quantize_row
 from ...recipe.rows import PlanRow
 from ..convert.fused import quantized_together
 from ..model import Model, decoded, is_kept
@@ -172,9 +172,8 @@ def calibrated_weights(
             if tokens is not None:
                 values[_TOKENS] = tokens
             take(_kept(parts, f"layer-{index}", values), prefix)
-        leaves = parameter_paths(layer)
-        leaves |= {path: found[prefix + path][prefix + path] for path in leaves if prefix + path in found}
-        quantized = jax.tree.unflatten(jax.tree.structure(layer, is_leaf=is_qarray), list(leaves.values()))
+        paths = [path for path in parameter_paths(layer) if prefix + path in found]
+        quantized = with_leaves(layer, {path: found[prefix + path][prefix + path] for path in paths})
         forms = tuple(map(_with_stacked_experts, (quantized, layer)[:count]))
         streams = _kept_streams(parts, index + 1, _next_streams(forms, streams, number, config))
         if progress is not None:
@@ -261,13 +260,14 @@ def _quantized(
     return found
 
 
-def _check_finite(name: str, products: Iterable[ScaledProduct]) -> None:
+def _check_finite(name: str, products: Sequence[ScaledProduct]) -> None:
     """Refuses statistics and weights with NaN or infinity."""
-    for product in products:
-        if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((product.weight, product.observation))):
-            raise QuantError(
-                f"the input scaled at {name} has statistics or weights that are NaN or infinite; check the model and the calibration text"
-            )
+    parts = {
+        f"the weights of the input scaled at {name}": [product.weight for product in products],
+        f"the statistics of the input scaled at {name}": [product.observation for product in products],
+    }
+    if counts := non_finite_counts(parts.items()):
+        raise QuantError(non_finite_message(counts, "check the model and the calibration text"))
 
 
 @dataclasses.dataclass(frozen=True)

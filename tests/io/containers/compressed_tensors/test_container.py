@@ -18,9 +18,8 @@ from fewbit.io.containers.compressed_tensors.global_scale import divisor_of, fac
 from fewbit.io.containers.writer import ContainerWriter
 from fewbit.ops.policy import Policy
 from tests.conformance import array_laws as laws
-
-from .stored_weights import ROUNDS, example, fuzz, numbers, read_back, same, stored, tensors_of, weight
-from .torch_arrays import to_numpy, to_torch
+from tests.io.containers.stored_weights import ROUNDS, example, fuzz, numbers, read_back, same, stored, tensors_of, weight
+from tests.io.containers.torch_arrays import to_numpy, to_torch
 
 CT = CompressedTensors()
 NAME = "model.layers.0.mlp.up_proj.weight"

@@ -14,9 +14,8 @@ import fewbit as fb
 from fewbit import QuantError, UnsupportedError
 from fewbit.formats import FORMATS
 from fewbit.io.containers.torchao.container import TorchAO
-
-from .stored_weights import ROUNDS, example, fuzz, numbers, read_back, same, stored, tensors_of, weight
-from .torch_arrays import to_numpy, to_torch
+from tests.io.containers.stored_weights import ROUNDS, example, fuzz, numbers, read_back, same, stored, tensors_of, weight
+from tests.io.containers.torch_arrays import to_numpy, to_torch
 
 AO = TorchAO()
 NAME = "model.layers.0.mlp.up_proj.weight"
