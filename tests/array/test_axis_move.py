@@ -119,10 +119,10 @@ def test_tiles_of_the_result_are_tiles_of_the_operand(name: str) -> None:
 def test_what_tiles_cannot_follow() -> None:
     axes = [Axis(4, 2), Axis(1, 1), Axis(6, None, 2, is_packed=True)]
     for name, message in {
-        "slice": "of 2 elements",
-        "slice with strides": "of 2 elements",
+        "slice": "cuts tiles of 2",
+        "slice with strides": "cuts tiles of 2",
         "dynamic_slice": "run time",
-        "split": "of 6 elements",
+        "split": "cuts tiles of 6",
     }.items():
         with pytest.raises(QuantError, match=message):
             axis_moves(CASES[name])[-1].tiled(axes)

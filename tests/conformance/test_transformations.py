@@ -311,7 +311,7 @@ REFUSED = {
     ),
     "schemes that differ": (lambda p, x: jnp.concatenate([p["w"], p["other"]]), "nf4", "concatenate decodes .*schemes"),
     "a weight that is not quantized": (lambda p, x: jnp.concatenate([p["w"], x]), "nf4", "one of the operands is not"),
-    "bytes that would be cut": (lambda p, x: p["w"][:, 1:33], "nf4", "slice decodes .*share bytes"),
+    "bytes that would be cut": (lambda p, x: p["w"][:, 1:33], "nf4", "slice decodes .*cuts bytes that 2 codes share"),
 }
 
 

@@ -13,16 +13,18 @@ from jax.extend import core as jex_core
 from jaxtyping import Array
 
 from ..errors import QuantError
-from .layout import Axis, regrouped, reshaped
+from .layout import Axis, regrouped, reshaped, sliced
 
 Groups: TypeAlias = tuple[tuple[Sequence[int], Sequence[int]], ...]
 
-_UNMOVED = (
+UNMOVED = (
     *("convert_element_type", "copy", "copy_p", "name", "stage", "stop_gradient"),
     *("sharding_constraint", "reshard", "pvary", "ppermute"),
 )
+"""The primitives whose result has every element of their operand in its place."""
+
 LAYOUT_PRIMITIVES = (
-    *_UNMOVED,
+    *UNMOVED,
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
     "all_gather",
 )
@@ -150,7 +152,7 @@ class AxisMove:
         """
         axes = [axes[a] for a in self.order]
         if self.slices:
-            axes = [_sliced(axis, step) for axis, step in zip(axes, self.slices, strict=True)]
+            axes = [sliced(axis, step) for axis, step in zip(axes, self.slices, strict=True)]
         axes = reshaped(axes, self.units)
         for a, (n, m) in enumerate(zip(self.units, self.result, strict=True)):
             if n != m:
@@ -160,18 +162,6 @@ class AxisMove:
             if a in self.flipped and axes[a].length % axes[a].tile_length:
                 raise QuantError(f"a short last tile of {axes[a].tile} would come first")
         return axes
-
-
-def _sliced(axis: Axis, step: slice) -> Axis:
-    """The axis after a slice of whole tiles and bytes."""
-    length = len(range(step.start or 0, step.stop, step.step))
-    if length == axis.length:
-        return axis
-    for unit in (axis.tile_length, axis.unit):
-        is_aligned = step.start is not None and step.step == 1 and step.start % unit == 0
-        if unit != 1 and not (is_aligned and (step.stop % unit == 0 or step.stop == axis.length)):
-            raise QuantError(f"a slice cuts tiles or bytes of {unit} elements, or starts at an index known at run time only")
-    return dataclasses.replace(axis, length=length)
 
 
 def axis_moves(eqn: jex_core.JaxprEqn) -> tuple[AxisMove, ...]:

@@ -34,6 +34,29 @@ class Axis:
         return self.tile
 
 
+def sliced(axis: Axis, step: slice) -> Axis:
+    """The axis after a slice of whole tiles and bytes.
+
+    Args:
+        axis: the axis.
+        step: start, stop and step as of `slice.indices`; the start None where it is known at run time only, and the stop then
+            the length.
+
+    Raises:
+        QuantError: where a tile or a byte would be cut.
+    """
+    if step == slice(0, axis.length, 1):
+        return axis
+    for unit, what in ((axis.tile_length, "tiles of {}"), (axis.unit, "bytes that {} codes share")):
+        is_aligned = step.start is not None and step.step == 1 and step.start % unit == 0
+        if unit != 1 and not (is_aligned and (step.stop % unit == 0 or step.stop == axis.length)):
+            where = f"{step.start}:{step.stop}:{step.step}"
+            if step.start is None:
+                where = f"of {step.stop} elements, whose start is known at run time only,"
+            raise QuantError(f"the slice {where} cuts {what.format(unit)}; slice at their multiples, by steps of 1")
+    return dataclasses.replace(axis, length=len(range(step.start or 0, step.stop, step.step)))
+
+
 def regrouped(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The groups of old and new axes that a reshape maps to each other, in order.
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from .._registry import Registry
 from .._tiles import Tile, from_front, tile_counts
 from ..errors import QuantError
-from .layout import Axis, reshaped
+from .layout import Axis, reshaped, sliced
 from .packing import code_capacity, codes_per_unit, packed_length
 from .scheme import Scheme
 
@@ -406,10 +406,8 @@ def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any,
     length = len(range(start, stop, stride))
     if not length:
         raise QuantError(f"the slice {start}:{stop}:{stride} of an axis of {axis.length} is empty")
-    reaches_end = stop == axis.length
-    fits_tiles = tile == 1 or count == 1 or (stride == 1 and start % tile == 0 and (stop % tile == 0 or reaches_end))
-    if not fits_tiles:
-        raise QuantError(f"the slice {start}:{stop}:{stride} cuts tiles of {tile}; slice at their multiples")
+    one_scale = dataclasses.replace(axis, tile=1)  # any part of a tile keeps its scale
+    sliced(one_scale if count == 1 else axis, slice(start, stop, stride))
     strided = slice(start, stop if stop >= 0 else None, stride)
     on_scale = slice(start // tile, -(-stop // tile))
     if count == 1:
@@ -419,11 +417,7 @@ def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any,
     new_axis = dataclasses.replace(axis, length=length)
     if not axis.is_packed:
         return strided, on_scale, new_axis
-    if stride != 1 or start % axis.unit or (stop % axis.unit and not reaches_end):
-        raise QuantError(
-            f"codes share bytes in runs of {axis.unit}; slice the packed axis at their multiples, by steps of 1"
-        )
-    return slice(start * bits // 8, None if reaches_end else stop * bits // 8), on_scale, new_axis
+    return slice(start * bits // 8, None if stop == axis.length else stop * bits // 8), on_scale, new_axis
 
 
 def _leaf_index(index: list[Any], leaf_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[Any, ...]:

@@ -164,7 +164,7 @@ def with_leaves(params: PyTree, leaves: Mapping[Path, Any]) -> PyTree:
     >>> with_leaves({"a": [1, {"b": 2}]}, {"a/1/b": 3})
     {'a': [1, {'b': 3}]}
     """
-    every = parameter_paths(params) | leaves
+    every = parameter_paths(params) | dict(leaves)
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_proxy), list(every.values()))
 
 

@@ -1,5 +1,6 @@
 """Traced: a function as a jaxpr, traced once with shapes."""
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -12,7 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from ...array.qarray import QArray
-from .proxy import is_proxy
+from .proxy import is_proxy, is_proxy_type
+
+_ARRAYS = (np.ndarray, np.generic, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Traced:
         """
         leaves, treedef = jax.tree.flatten((args, dict(kwargs)), is_leaf=is_proxy)
         places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+        of_args = treedef.children()[0]
+        ends = (of_args.children()[0].num_leaves if args else 0), of_args.num_leaves
         out_tree = None
 
         def flat(*arrays: PyTree) -> list[Any]:
@@ -53,8 +58,9 @@ class Traced:
             outputs, out_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
             return outputs
 
-        closed = jax.make_jaxpr(flat)(*(abstract(leaves[place]) for place in places))
-        return cls(closed, len(array_leaves(args[:1])), len(array_leaves(args)), out_tree)
+        closed = jax.make_jaxpr(flat)(*map(abstract, [leaves[place] for place in places]))
+        first, positional = (bisect.bisect_left(places, end) for end in ends)
+        return cls(closed, first, positional, out_tree)
 
 
 def array_leaves(tree: PyTree) -> list[Any]:
@@ -69,7 +75,7 @@ def abstract(leaf: Any) -> Any:
         array = leaf.codes  # they have the axes of the array
     elif is_proxy(leaf):
         array = jax.tree.leaves(leaf)[0]
-    if isinstance(array, np.ndarray | np.generic):
+    elif isinstance(leaf, _ARRAYS):
         return leaf
     if isinstance(array, jax.Array):
         seen: ShapedArray = jax.typeof(array)
@@ -83,4 +89,4 @@ def abstract(leaf: Any) -> Any:
 
 def is_array(leaf: object) -> bool:
     """Whether a leaf is traced: an array, a proxy or a numpy scalar."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return is_proxy_type(type(leaf)) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))

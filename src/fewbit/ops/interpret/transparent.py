@@ -21,7 +21,7 @@ from .evaluator import ChosenProducts, Evaluator, Rule
 from .evaluator import Decoded as Decoded
 from .observe import Observed
 from .parameter_uses import Place, Product
-from .proxy import ArrayProxy, is_proxy
+from .proxy import ArrayProxy, is_proxy_type
 from .rules import RULES, SHARED
 from .rules.control_flow import CONTROL
 from .traced import Traced, array_leaves
@@ -74,9 +74,10 @@ def evaluated(
     interpreter = evaluator(fallback, report, around)
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not any(map(is_proxy, jax.tree.leaves((args, kwargs), is_leaf=is_proxy))):
+        values = array_leaves((args, kwargs))
+        if not any(map(is_proxy_type, map(type, values))):
             return fn(*args, **kwargs)
-        result: R = evaluate(interpreter, Traced.of(fn, args, kwargs), args, kwargs)
+        result: R = evaluate(interpreter, Traced.of(fn, args, kwargs), values)
         return result
 
     wrapped.__name__ = getattr(fn, "__name__", "transparent")
@@ -85,7 +86,7 @@ def evaluated(
 
 
 def evaluator(fallback: str, report: Callable[[Decoded], None] | None, around: Mapping[str, Rule] = RULES) -> Evaluator:
-    """An evaluator with every rule.
+    """An evaluator with every rule, for a program that is traced.
 
     Args:
         fallback: as in `transparent`.
@@ -94,14 +95,13 @@ def evaluator(fallback: str, report: Callable[[Decoded], None] | None, around: M
     """
     if fallback not in ("error", "dequantize"):
         raise QuantError(f"fallback is {fallback!r}; must be 'error' or 'dequantize'")
-    return Evaluator(fallback, report, {}, False, RULES, SHARED, around)
+    return Evaluator(fallback, report, {}, True, RULES, SHARED, around)
 
 
 def evaluate(
     interpreter: Evaluator,
     traced: Traced,
-    args: tuple[PyTree, ...],
-    kwargs: Mapping[str, PyTree],
+    values: Sequence[PyTree],
     chosen: Sequence[tuple[Product, Place, Latent | Observed]] = (),
 ) -> Any:
     """Evaluates a traced function.
@@ -109,16 +109,14 @@ def evaluate(
     Args:
         interpreter: the evaluator.
         traced: the function.
-        args: its arguments, with proxies in the place of any of its arrays.
-        kwargs: its keyword arguments, likewise.
+        values: the `array_leaves` of its arguments, with proxies in the place of any of them.
         chosen: the products without a parameter to change, their places, and proxies (without array) for their right operands.
 
     Raises:
         UnsupportedError: where the place of a chosen product does not allow a policy.
     """
-    values = array_leaves((args, dict(kwargs)))
-    is_traced = _has_tracer(values) or _has_tracer(jax.tree.leaves(values))
-    interpreter = dataclasses.replace(interpreter, is_traced=is_traced)
+    if not (_has_tracer(values) or _has_tracer(jax.tree.leaves(values))):
+        interpreter = dataclasses.replace(interpreter, is_traced=False)
     if chosen:
         interpreter = dataclasses.replace(interpreter, chosen=_chosen(chosen))
     outputs = interpreter.evaluate(traced.closed.jaxpr, traced.closed.consts, values)

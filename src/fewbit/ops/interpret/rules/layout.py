@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from ....array.axis_move import LAYOUT_PRIMITIVES, AxisMove, axis_moves
+from ....array.axis_move import LAYOUT_PRIMITIVES, UNMOVED, AxisMove, axis_moves
 from ....array.leaves import taken_rows
 from ....array.qarray import QArray, is_qarray
 from ....errors import QuantError
@@ -154,8 +154,8 @@ def _select_n(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[A
 
 
 LAYOUT: dict[str, Rule] = dict.fromkeys(LAYOUT_PRIMITIVES, _moved) | {
+    **dict.fromkeys(UNMOVED, _on_leaves),
     "convert_element_type": _convert,
-    **dict.fromkeys(("copy", "copy_p", "name", "stage", "pvary", "ppermute"), _on_leaves),
     "stop_gradient": _stop_gradient,
     "optimization_barrier": _barrier,
     "unstack": _unstack,
