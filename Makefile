@@ -153,15 +153,18 @@ $(VENV)/.packages-test: $(VENV)/.packages-fast
 	@touch $@
 
 $(VENV)/.packages-all: $(VENV)/.packages-test
+	@echo "Installing the programs that read our files, and the compiler for TPUs ..."
 	@$(PIP) --no-deps $(READERS) || echo "mlx and modelopt do not install here: the tests of their files are skipped."
 	@$(PIP) --no-deps --target $(VENV)/libtpu $(LIBTPU) || echo "libtpu does not install here: the TPU kernels are not compiled."
 	@touch $@
 
 $(VENV)/.packages-lint: $(VENV)/.packages-test
+	@echo "Installing the linter and the type checker ..."
 	@$(NEEDS) demo test oracles lint | $(PINNED) --requirement /dev/stdin
 	@touch $@
 
 $(VENV)/.packages-docs: $(VENV)/.packages-demo
+	@echo "Installing what the documentation needs ..."
 	@$(NEEDS) demo docs | $(PINNED) --requirement /dev/stdin
 	@touch $@
 

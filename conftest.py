@@ -78,7 +78,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     if stale := [name for name in extension.EXTENSIONS if extension.extension(name).is_stale]:
         raise pytest.UsageError(
-            f"{', '.join(stale)}: built from other C++ sources than lie here; {extension.HOW_TO_REBUILD}"
+            f"{', '.join(stale)}: built from other C++ sources than those of this checkout; {extension.HOW_TO_REBUILD}"
         )
 
 

@@ -1,7 +1,7 @@
-"""Our figures beside those of other packages, measured in one run: `python -m bench`.
+"""Benchmarks of fewbit and other packages, measured in one run.
 
-`--isa avx2` limits every program to that instruction set, as far as it can be told to: this package, XLA, torch. It must be known
-before they are imported, so it is read here.
+`python -m bench` runs them. `--isa avx2` limits every program to that instruction set, as far as it can be told to: this
+package, XLA, torch. It must be known before they are imported, so it is read here.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""The tables of what is fast: quantizing, products, products of integers, attention, and generating text, each beside its peers.
+"""Runs the speed benchmarks, each compared with other packages.
 
     python -m bench [--only SUBJECT ...] [--isa avx2] [--save]
 
-Each subject is a process of its own; `python -m bench.SUBJECT --help` lists its options. The exit status is that of the first
-that failed: one whose correctness gate is red prints no speed.
+The subjects are quantizing, products, products of integers, attention and generating text. Each subject is a process of its
+own; `python -m bench.SUBJECT --help` lists its options. The exit status is that of the first that failed: one whose
+correctness gate is red prints no speed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What each choice of block scales costs in accuracy: on random weights, and on layers of real models.
+"""Errors of block scale searches on random weights and real layers.
 
     python -m bench.accuracy [--size 19] [--rows 256] [--no-layers] [--speech FOLDER] [--save]
 

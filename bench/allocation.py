@@ -1,9 +1,10 @@
-"""Bit allocation on SmolLM2: estimated losses beside measured ones, and its plans beside uniform schemes.
+"""Bit allocation on SmolLM2, compared with uniform schemes.
 
     python -m bench.allocation [--bits 4.5,5.2] [--candidates mxfp4,nvfp4,int3_g64,int8] [--save]
 
-The model is that of `bench.methods`. The rank correlation (Spearman) compares the estimated loss of each group of weights in NVFP4
-with the KL divergence of the model with that group alone quantized.
+Estimated losses are compared with measured ones. The model is that of `bench.methods`. The rank correlation (Spearman)
+compares the estimated loss of each group of weights in NVFP4 with the KL divergence of the model with that group alone
+quantized.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Attention over a cache on the CPU: our kernel beside the same computation by XLA, for floats and few bits.
+"""Times attention over a KV cache on the CPU, compared with XLA.
 
     python -m bench.attention [--rounds 9] [--isa avx2] [--save]
 
-The heads are those of SmolLM2-135M: 9 of width 64, three of keys and values, caches of 8 layers. One token that is written, after
-64, 512 or 4096 others, and a prompt of 512 tokens, each by a compiled loop through the layers, which reads each layer of the cache
-once. Nothing is told about speed unless both agree within the rounding of float32. Run it on one JAX device.
+The cache is in floats or in few bits. The heads are those of SmolLM2-135M: 9 of width 64, three of keys and values, caches of
+8 layers. One token that is written, after 64, 512 or 4096 others, and a prompt of 512 tokens, each by a compiled loop through
+the layers, which reads each layer of the cache once. Nothing is told about speed unless both agree within the rounding of
+float32. Run it on one JAX device.
 """
 
 import argparse

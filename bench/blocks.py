@@ -1,10 +1,11 @@
-"""int8 activations in the blocks of the weight on the CPU, beside float32 activations and the reference.
+"""Times products with block-wise int8 activations on the CPU.
 
     python -m bench.blocks [--size 4096] [--rows 1 4 64] [--rounds 9] [--isa avx2] [--save]
 
-Both orientations of a weight, and experts of `ragged_dot`: processor time of one core, so that other work on the machine counts
-little. Prints nothing about speed unless every product is within the rounding of its float32 sums of the product of the decoded
-operands, measured first. Run it on one JAX device.
+int8 activations in the blocks of the weight are compared with float32 activations and with the reference. Both orientations of
+a weight, and experts of `ragged_dot`: processor time of one core, so that other work on the machine counts little. Prints
+nothing about speed unless every product is within the rounding of its float32 sums of the product of the decoded operands,
+measured first. Run it on one JAX device.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""NF4 decoded to float32, into a fresh array and into memory that is there, beside bitsandbytes.
+"""Times decoding NF4 to float32, compared with bitsandbytes.
 
     python -m bench.decode [--size 4096] [--rounds 15] [--save]
 
-Most of a fresh array's time goes to the pages that the system must first provide, so only like is compared with like. A jitted
-function of ours decodes into an array that it is given to keep, `donate_argnums`. bitsandbytes' `out=` has no CPU kernel (0.50),
-so the C function that its CPU kernel calls is called here with a tensor that is there.
-Times are of the processor, on all cores, which other programs on the machine change little.
+NF4 is decoded into a fresh array and into one that exists. Most of a fresh array's time goes to the pages that the system must
+first provide, so only like is compared with like. A jitted function of ours decodes into an array that it is given to keep,
+`donate_argnums`. bitsandbytes' `out=` has no CPU kernel (0.50), so the C function that its CPU kernel calls is called here
+with a tensor that is there. Times are of the processor, on all cores, which other programs on the machine change little.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""What each method costs a sentence encoder, scheme by scheme, with and without bias correction.
+"""Quality loss of a sentence encoder, by method and scheme.
 
     python -m bench.encoder_methods [--pieces 32] [--schemes int4_g64,nf4] [--methods rtn,gptq] [--save]
 
-MiniLM (6 layers of width 384, float32 as it was released) over pieces of 128 tokens of one text: the methods learn from the first
-pieces, and the embeddings of as many others are compared with those of the float model: the relative error
-`|Q - F| / |F|` of all, and the mean of their cosines. Only the weights of the layers are quantized.
+Each method runs with and without bias correction. MiniLM (6 layers of width 384, float32 as it was released) over pieces of
+128 tokens of one text: the methods learn from the first pieces, and the embeddings of as many others are compared with those
+of the float model: the relative error `|Q - F| / |F|` of all, and the mean of their cosines. Only the weights of the layers
+are quantized.
 """
 
 import argparse

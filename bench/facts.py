@@ -1,4 +1,4 @@
-"""What a measurement was made on, and the file that keeps it."""
+"""Writes a measurement with its device and versions to a file."""
 
 import argparse
 import json

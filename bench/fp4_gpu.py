@@ -1,10 +1,11 @@
-"""The 4- and 8-bit quantizers on an NVIDIA GPU, beside qwantize's kernels, torchao's casts and a copy of the memory.
+"""Times the 4- and 8-bit quantizers on an NVIDIA GPU.
 
     PYTHONPATH=src python -m bench.fp4_gpu [--elements 24903680] [--rounds 30] [--save DIRECTORY]
 
-Quantizes 24.9 million bfloat16 numbers (the size of qwantize's own benchmark) unless told otherwise. The bound is bytes: what is read
-and written, over the copy bandwidth measured in the same run. Nothing about speed is printed unless every quantizer gives the bytes
-that the reference in JAX gives. Needs torch with CUDA and Triton; qwantize and torchao take part where they are installed.
+They are compared with qwantize's kernels, torchao's casts and a copy of the memory. Quantizes 24.9 million bfloat16 numbers
+(the size of qwantize's own benchmark) unless told otherwise. The bound is bytes: what is read and written, over the copy
+bandwidth measured in the same run. Nothing about speed is printed unless every quantizer gives the bytes that the reference in
+JAX gives. Needs torch with CUDA and Triton; qwantize and torchao take part where they are installed.
 """
 
 import argparse

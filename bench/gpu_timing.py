@@ -1,4 +1,7 @@
-"""Weights and timings on a CUDA device: interleaved rounds of graphs, each call with another copy of its weight."""
+"""Times functions on a CUDA device in interleaved rounds of graphs.
+
+Each call takes another copy of its weight.
+"""
 
 import dataclasses
 from collections.abc import Callable

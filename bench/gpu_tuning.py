@@ -1,4 +1,4 @@
-"""Which blocks of the products are fastest on the GPU at hand: what `bench.qmatmul_gpu --tune` runs."""
+"""Finds the fastest block sizes on a GPU: `bench.qmatmul_gpu --tune`."""
 
 import dataclasses
 import datetime

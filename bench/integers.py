@@ -1,9 +1,9 @@
-"""Products of two operands of integers on the CPU, beside torch's and XLA's.
+"""Times integer products on the CPU, compared with torch and XLA.
 
     python -m bench.integers [--size 4096] [--rows 1 16 256] [--rounds 15] [--isa avx2] [--save]
 
-Prints nothing about speed unless every product has the bits of the reference, or where tiles are added is within the
-rounding of float32, measured first. Run it on one JAX device, as `bench/qmatmul.py`.
+Both operands are integers. Prints nothing about speed unless every product has the bits of the reference, or where tiles are
+added is within the rounding of float32, measured first. Run it on one JAX device, as `bench/qmatmul.py`.
 """
 
 import argparse

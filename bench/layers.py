@@ -1,4 +1,4 @@
-"""Layers of real models with the activations that reach them, quantized by us and by qwantize."""
+"""Layers of real models with their activations, quantized by fewbit and qwantize."""
 
 import dataclasses
 import functools

@@ -1,11 +1,12 @@
-"""Products whose scales lie along the other axis than the contraction, and products of experts, beside dense ones on the CPU.
+"""Times products with scales along N, and products of experts.
 
     python -m bench.layouts [--size 4096] [--rows 1 256] [--rounds 9] [--save]
 
-The first part is `x @ fb.quantize(w, scheme)` with `w` [K, N], whose tiles run along N, and `x @ q.T` of a weight [N, K] with
-tiles along N: what one gets without naming an axis, and every gradient. The second is `fb.ragged_dot` with 8 experts of 1024 x
-1024, beside XLA's `ragged_dot` of the decoded experts, once decoded beforehand and once within the call. Nothing is told about
-speed unless every product is within the rounding of float32, measured first. Run it on one JAX device, as `bench/qmatmul.py`.
+They are compared with dense products on the CPU. The first part is `x @ fb.quantize(w, scheme)` with `w` [K, N], whose tiles
+run along N, and `x @ q.T` of a weight [N, K] with tiles along N: what one gets without naming an axis, and every gradient. The
+second is `fb.ragged_dot` with 8 experts of 1024 x 1024, beside XLA's `ragged_dot` of the decoded experts, once decoded
+beforehand and once within the call. Nothing is told about speed unless every product is within the rounding of float32,
+measured first. Run it on one JAX device, as `bench/qmatmul.py`.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""llama.cpp's quantization types with an importance matrix, beside GPTQ with bit allocation at the same bits per weight.
+"""Compares llama.cpp's quantization types with GPTQ at equal bits per weight.
 
     python -m bench.llama_quants [--types Q4_0,Q4_K_M,...] [--llama-cpp DIRECTORY] [--save]
 
-The model is that of `bench.methods`, written as an F32 GGUF file, which llama.cpp's own quantizer reads (llama-cpp-python). Both
-sides learn from one calibration text: llama.cpp from the matrix that `fewbit imatrix` writes, fewbit by GPTQ with the schemes of
-GGUF that `--bits` chooses for each weight. Both results are evaluated by `fewbit eval`, with float32 activations, so that the
-weights alone are compared. Bits per weight count all parameters.
+llama.cpp quantizes with an importance matrix; GPTQ runs with bit allocation. The model is that of `bench.methods`, written as
+an F32 GGUF file, which llama.cpp's own quantizer reads (llama-cpp-python). Both sides learn from one calibration text:
+llama.cpp from the matrix that `fewbit imatrix` writes, fewbit by GPTQ with the schemes of GGUF that `--bits` chooses for each
+weight. Both results are evaluated by `fewbit eval`, with float32 activations, so that the weights alone are compared. Bits per
+weight count all parameters.
 """
 
 import argparse

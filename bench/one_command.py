@@ -1,4 +1,4 @@
-"""From a checkpoint to a GGUF file in one command: time, size, quality.
+"""One command from checkpoint to GGUF file: time, size and quality.
 
     python -m bench.one_command [--model smollm2] [--bits 4.25,4.5,5] [--methods rtn,gptq] [--windows 128] [--save]
 

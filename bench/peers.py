@@ -1,4 +1,4 @@
-"""What a JAX user would call instead: the quantizers of qwix, AQT and eFormer, where they are installed."""
+"""The quantizers of qwix, AQT and eFormer, where they are installed."""
 
 import importlib.util
 import itertools

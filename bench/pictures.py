@@ -1,6 +1,7 @@
-"""The pictures of the pages "Choosing a scale" and "Training": `python -m bench.pictures` writes them to docs/images. Needs matplotlib.
+"""Draws the figures of the pages "Choosing a scale" and "Training".
 
-The same code gives the same bytes; the gain is drawn from bench/results/accuracy.json, the losses from training.json beside it.
+`python -m bench.pictures` writes them to docs/images. Needs matplotlib. The same code gives the same bytes; the gain is drawn
+from bench/results/accuracy.json, the losses from training.json beside it.
 """
 
 import json

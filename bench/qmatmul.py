@@ -1,12 +1,13 @@
-"""Products with quantized weights on the CPU, beside torch's kernels, dense products and the copy bandwidth.
+"""Times products with quantized weights on the CPU.
 
     python -m bench.qmatmul [--size 4096] [--rows 1 256] [--rounds 15] [--isa avx2] [--save]
     taskset -c 0 python -m bench.qmatmul --processor-time    # one core of a machine that others use, too
 
-Weights rotate through enough copies to lie beyond the last-level cache. Activations are float32, and int8 in the blocks of the
-weight where there are kernels for that; the time to quantize them counts. A plain read sums the packed bytes. Prints nothing about
-speed unless every product is within the rounding of float32 of that of the decoded operands, measured first. Run it on one JAX
-device: the kernels are not chosen by themselves where there are several.
+They are compared with torch's kernels, dense products and the copy bandwidth. Weights rotate through enough copies to lie
+beyond the last-level cache. Activations are float32, and int8 in the blocks of the weight where there are kernels for that;
+the time to quantize them counts. A plain read sums the packed bytes. Prints nothing about speed unless every product is within
+the rounding of float32 of that of the decoded operands, measured first. Run it on one JAX device: the kernels are not chosen
+by themselves where there are several.
 """
 
 import argparse

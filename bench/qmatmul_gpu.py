@@ -1,10 +1,11 @@
-"""Products with packed weights on an NVIDIA GPU, beside cuBLAS in bfloat16: the shapes of Llama-3-8B.
+"""Times products with packed weights on an NVIDIA GPU.
 
     PYTHONPATH=src python3 -m bench.qmatmul_gpu [--tune] [--save] [--rounds 30]
 
-First correctness: no speed is printed unless every product errs by no more than its roundings allow. Then medians of interleaved
-rounds, every call with another copy of the weight, so that none is found in the L2 cache. `--tune` tries blocks first, and with
-`--save` writes them to the file of this device in `fewbit/kernels/qmatmul/configs`. Needs torch with CUDA, and Triton.
+They are compared with cuBLAS in bfloat16, in the shapes of Llama-3-8B. First correctness: no speed is printed unless every
+product errs by no more than its roundings allow. Then medians of interleaved rounds, every call with another copy of the
+weight, so that none is found in the L2 cache. `--tune` tries blocks first, and with `--save` writes them to the file of this
+device in `fewbit/kernels/qmatmul/gpu/configs`. Needs torch with CUDA, and Triton.
 """
 
 import argparse

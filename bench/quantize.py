@@ -1,9 +1,9 @@
-"""Quantizing and dequantizing a 4096 x 4096 float32 array, beside other JAX packages and a copy of the array.
+"""Times quantizing and dequantizing a 4096 x 4096 float32 array.
 
     python -m bench.quantize [--size 4096] [--rounds 7] [--schemes int8 nf4] [--isa avx2] [--save]
 
-Prints nothing about speed unless every scheme's error is what its numbers of bits allow, measured first. "plain" is fewbit
-without its C++ kernels: the reference in plain JAX.
+They are compared with other JAX packages and a copy of the array. Prints nothing about speed unless every scheme's error is
+what its numbers of bits allow, measured first. "plain" is fewbit without its C++ kernels: the reference in plain JAX.
 
 Times are told in two copies of the array, which run in the same rounds: one by all cores in place, which reads and writes memory
 that is there (a donated array plus one), the yardstick of quantizing; and one that returns a fresh array, whose pages the system

@@ -1,9 +1,10 @@
-"""What rotating the inputs of `o` and `down` saves SmolLM2, by weights and activations.
+"""Quality of SmolLM2 with and without rotated inputs of `o` and `down`.
 
     python -m bench.rotations [--tokens 8192] [--save]
 
-The weights of SmolLM2 are Q4_1 in its package, so its residual stream is rotated first: the same network, and the float model that
-all are compared with. Weights are rounded to nearest, and activations at every product.
+The rows differ in the schemes of weights and activations. The weights of SmolLM2 are Q4_1 in its package, so its residual
+stream is rotated first: the same network, and the float model that all are compared with. Weights are rounded to nearest, and
+activations at every product.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What searching NVFP4's tensor scale buys, as ratios of squared errors.
+"""Squared errors that searching NVFP4's tensor scale saves, as ratios.
 
     python -m bench.tensor_scale [--save]
 

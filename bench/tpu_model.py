@@ -1,4 +1,4 @@
-"""What bounds a product on TPUs, as a model: nothing here is measured on one.
+"""A model of what bounds products on TPUs; nothing is measured.
 
     python -m bench.tpu_model [--only weights|ragged|pairs] [--save]
 

@@ -1,10 +1,10 @@
-"""What tracing through `fb.transparent` costs, as a ratio to tracing the float model: perceptrons and transformers.
+"""Times tracing through `fb.transparent`, as a ratio to the float model.
 
     python -m bench.tracing [--rounds 15] [--save]
 
-CPU time of `jax.make_jaxpr`, round by round: the float model, the same code on quantized leaves, and code that calls
-`fb.dequantize` by hand. `first` makes the transparent function anew in each round. `named` has a `jax.named_scope` for every
-layer, as Flax writes layers. `calls` counts calls of Python functions of JAX and
+The models are perceptrons and transformers. CPU time of `jax.make_jaxpr`, round by round: the float model, the same code on
+quantized leaves, and code that calls `fb.dequantize` by hand. `first` makes the transparent function anew in each round.
+`named` has a `jax.named_scope` for every layer, as Flax writes layers. `calls` counts calls of Python functions of JAX and
 fewbit instead of time; it is the same in every run.
 """
 

@@ -1,9 +1,10 @@
-"""Losses of a small transformer in float32, bfloat16 and few bits, in each framework: examples/loss_curves.py, saved.
+"""Training losses of a small transformer, by framework and number format.
 
 python -m bench.training --frameworks linen --runs int8 fp8 --save
 
-The other rows in bench/results/training.json are kept, so that a part can run by itself; another number of steps starts the file
-anew. The float run is always among them, for the others are compared with it.
+It runs examples/loss_curves.py in float32, bfloat16 and few bits, and saves the losses. The other rows in
+bench/results/training.json are kept, so that a part can run by itself; another number of steps starts the file anew. The float
+run is always among them, for the others are compared with it.
 """
 
 import argparse

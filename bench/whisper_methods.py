@@ -1,11 +1,12 @@
-"""What each method costs Whisper tiny.en, scheme by scheme, with and without bias correction.
+"""Quality loss of Whisper tiny.en, by method and scheme.
 
     python -m bench.whisper_methods --learn FILE.wav --compare FILE.wav [--schemes int4_g64,nf4] [--methods rtn,gptq] [--save]
 
-Whisper (4 + 4 layers of width 384, float16 as it was released) hears speech in windows of 30 seconds, and its decoder reads the float
-model's own transcript. The methods learn from one recording; on the other the quantized model is compared with the float model: the
-relative error of what the encoder makes of it, the mean KL divergence of the next token and how often the likeliest is the same,
-and the token errors of its own transcript (insertions, deletions and substitutions). Only the matrices of the layers are quantized.
+Each method runs with and without bias correction. Whisper (4 + 4 layers of width 384, float16 as it was released) hears speech
+in windows of 30 seconds, and its decoder reads the float model's own transcript. The methods learn from one recording; on the
+other the quantized model is compared with the float model: the relative error of what the encoder makes of it, the mean KL
+divergence of the next token and how often the likeliest is the same, and the token errors of its own transcript (insertions,
+deletions and substitutions). Only the matrices of the layers are quantized.
 
 Recordings of 16 kHz are in silero-vad's source package (examples/c++/aepyx.wav, tests/data/test.wav) and in Debian's
 pocketsphinx-testdata.

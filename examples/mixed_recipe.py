@@ -1,6 +1,8 @@
-"""One recipe of several policies: first and last layer float, attention in int8, the MLP in NVFP4; as a file, a plan, a model.
+"""One recipe of several policies: a file, a plan, a model.
 
 python examples/mixed_recipe.py
+
+The first and the last layer stay float, attention is int8, the MLP NVFP4.
 """
 
 import argparse

@@ -1,6 +1,8 @@
-"""A mixture of experts in int8: tokens sorted by expert, one ragged product for all of them, trained and then served.
+"""A mixture of experts in int8, trained and then served.
 
 python examples/moe.py --steps 300
+
+Tokens are sorted by expert, and one ragged product computes all experts.
 """
 
 import argparse

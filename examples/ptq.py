@@ -1,6 +1,8 @@
-"""Post-training quantization of a Flax Linen model: plan, quantize, run, measure; and one layer taken out of the recipe.
+"""Post-training quantization of a Flax Linen model.
 
 python examples/ptq.py --steps 200
+
+It plans, quantizes, runs and measures; then one layer is excluded from the recipe.
 """
 
 import argparse

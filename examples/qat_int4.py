@@ -1,4 +1,6 @@
-"""Quantization-aware training in int4: float training, quantized afterwards, beside training for it, from one start (Flax NNX).
+"""Int4 quantization-aware training compared with post-training quantization (Flax NNX).
+
+Both models start from the same float weights.
 
 python examples/qat_int4.py --steps 300
 """

@@ -1,4 +1,4 @@
-"""QLoRA: an Equinox model in four bits is frozen, and adapters beside its weights learn a new task with optax.
+"""QLoRA: trains adapters on a frozen 4-bit Equinox model with optax.
 
 python examples/qlora.py --steps 300
 """
@@ -29,7 +29,7 @@ def batch(i: int) -> jax.Array:
 
 
 def fitted(learned: Any, outputs: Any, targets: Any, steps: int) -> Any:
-    """What `optax.adam` makes of the arrays in `learned` so that `outputs(learned, x)` meet `targets(x)`."""
+    """Trains the arrays in `learned` with `optax.adam`, so that `outputs(learned, x)` fits `targets(x)`."""
     optimizer = optax.adam(3e-3)
 
     @eqx.filter_jit

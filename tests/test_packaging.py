@@ -67,10 +67,9 @@ def test_without_cpp_files_the_wheel_is_pure(tree: Path) -> None:
     names = wheel_names(tree)
     assert "fewbit/__init__.py" in names
     assert "fewbit/py.typed" in names
-    configs = ROOT / "src" / "fewbit" / "kernels" / "qmatmul" / "configs"
-    assert {
-        f"fewbit/kernels/qmatmul/configs/{path.relative_to(configs).as_posix()}" for path in configs.rglob("*.json")
-    } <= set(names)
+    data = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "fewbit").rglob("*.json")}
+    assert "fewbit/kernels/qmatmul/gpu/configs/gpu_default.json" in data
+    assert data <= set(names)
     assert not extensions(names)
     assert {Path(name).parts[0].split("-")[0] for name in names} == {"fewbit"}
 

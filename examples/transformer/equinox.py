@@ -1,4 +1,7 @@
-"""The transformer in Equinox, of its own Embedding, Linear and RMSNorm, trained with optax."""
+"""The transformer in Equinox, trained with optax.
+
+Its layers are Equinox's own Embedding, Linear and RMSNorm.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""The transformer in Flax Linen, of its own Embed, Dense and RMSNorm, trained with optax."""
+"""The transformer in Flax Linen, trained with optax.
+
+Its layers are Linen's own Embed, Dense and RMSNorm.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""The transformer in Flax NNX, of its own Embed, Linear and RMSNorm, trained with nnx.Optimizer."""
+"""The transformer in Flax NNX, trained with nnx.Optimizer.
+
+Its layers are NNX's own Embed, Linear and RMSNorm.
+"""
 
 from collections.abc import Callable
 from typing import Any

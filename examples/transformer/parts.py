@@ -1,4 +1,4 @@
-"""What the four transformers share: sizes, the number formats of the runs, attention between the projections, the loss."""
+"""What the four transformers share: sizes, number formats, attention and loss."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""The transformer as a tree of arrays, its layers stacked under one scan, trained with optax."""
+"""The transformer as a tree of arrays, trained with optax.
+
+Its layers are stacked under one scan.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -52,7 +52,7 @@ def test_a_stale_extension_ends_the_tests(monkeypatch, pytestconfig):
     monkeypatch.setattr(extension, "extension", lambda name: extension.Extension(missing="stale", is_stale=True))
     with pytest.raises(
         pytest.UsageError,
-        match=r"qmatmul\.cpu\._dequant_gemm, .*built from other C\+\+ sources than lie here; run `pip install",
+        match=r"qmatmul\.cpu\._dequant_gemm, .*built from other C\+\+ sources than those of this checkout; run `pip install",
     ):
         conftest.pytest_sessionstart(None)
 

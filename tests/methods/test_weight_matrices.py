@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.methods.matrix_view import MatrixView
+from fewbit.methods.weight_matrices import WeightMatrices
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from fewbit.methods.matrix_view import MatrixView
 def test_round_trip(shape, axis, hessian, scheme, tile):
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     q = fb.quantize(x, scheme, axis=axis)
-    view = MatrixView.of(q, axis, hessian)
+    view = WeightMatrices.of(q, axis, hessian)
     assert view.tile == tile
     matrices = view.columns_first(x)
     assert matrices.shape == (*(hessian[:-2] or (1,)), hessian[-1], x.size // matrices.shape[0] // hessian[-1])

@@ -10,7 +10,7 @@ import pytest
 import fewbit as fb
 from fewbit.array.quantize import expanded_scale
 from fewbit.array.scales import Fixed
-from fewbit.ops.bilinear import AbstractBilinear, ProductConfig, quantized_product
+from fewbit.ops.bilinear import AbstractBilinear, ProductConfig, _own_random, quantized_product
 from fewbit.ops.conv import Conv
 from fewbit.ops.dot import Dot
 from fewbit.ops.ragged import PLAIN, RaggedDot, _hashable
@@ -267,6 +267,15 @@ def test_stochastic_rounding_of_gradients_is_unbiased_and_needs_a_key(noise):
     assert (jnp.abs(many.mean(axis=0) - exact) < 5 * spread + 1e-4).all()
     assert not np.array_equal(many[0], many[1])
     assert np.array_equal(pulled(jax.random.key(3)), pulled(jax.random.key(3)))
+
+
+@pytest.mark.parametrize("length", [16, 64, 2048])
+def test_a_rotation_has_a_random_bit_for_every_sign(length):
+    """With fewer words the last one would be read again (indices are clamped), and signs would repeat."""
+    policy = fb.Policy("int8", drhs=fb.Arm("int8", operand="int8", hadamard=length))
+    _, random = _own_random(ProductConfig(policy), jax.random.key(0), jnp.ones(2))
+    assert random.signs.size == max(length // 32, 1)
+    assert np.unique(random.signs).size == random.signs.size
 
 
 @pytest.mark.slow

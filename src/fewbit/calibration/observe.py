@@ -12,7 +12,7 @@ from ..array.qarray import is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import Measurements, Observed, calibration_rules, observed
 from ..ops.interpret.parameter_uses import Product
-from ..ops.interpret.traced import Traced
+from ..ops.interpret.traced import Traced, array_leaves
 from ..ops.interpret.transparent import Decoded, evaluate, evaluator
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
@@ -90,7 +90,8 @@ def observe(
             if product.name in here.places:
                 proxy = Observed(None, _label(product.name), notes, is_parameter=False)
                 chosen.append((product, here.places[product.name], proxy))
-        evaluate(interpreter, traced, (observed(params, _measured_paths(plan), notes), *inputs), {}, chosen)
+        proxies = observed(params, _measured_paths(plan), notes)
+        evaluate(interpreter, traced, array_leaves((proxies, *inputs)), chosen)
         return notes.found
 
     for batch in batches:

@@ -25,8 +25,8 @@ from ..errors import QuantError
 from ..kernels.quantize.dispatch import dequantize, quantize
 from ..recipe.method import AbstractMethod
 from .gptq import rounded
-from .matrix_view import MatrixView
 from .scaling import AbstractScaling, ScaledProduct, moments_error, times_scales, to_channels
+from .weight_matrices import WeightMatrices
 
 _SMALLEST = 1e-4
 
@@ -162,7 +162,7 @@ def quantize_clipped(
         UnsupportedError: for a scheme with tiles on several axes that are not contracted.
     """
     start = quantize(x, scheme, axis=axis)
-    view = MatrixView.of(start, axis, hessian.shape)
+    view = WeightMatrices.of(start, axis, hessian.shape)
     w = view.columns_first(x.astype(jnp.float32)).swapaxes(1, 2)  # [G, N, K]
     if start.tensor_scale is not None:
         w = w / start.tensor_scale.reshape(())
@@ -193,7 +193,7 @@ class _Blocks:
     scheme: Scheme
 
     @classmethod
-    def of(cls, w: Float[Array, "G N K"], hessian: Float[Array, "G K K"], view: MatrixView) -> "_Blocks":
+    def of(cls, w: Float[Array, "G N K"], hessian: Float[Array, "G K K"], view: WeightMatrices) -> "_Blocks":
         """The blocks of a weight."""
         length = w.shape[2]
         tile = view.tile or length

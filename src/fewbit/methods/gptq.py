@@ -29,7 +29,7 @@ from ..errors import QuantError
 from ..formats.format import AbstractFormat, settled
 from ..kernels.quantize.dispatch import quantize
 from ..recipe.method import AbstractMethod
-from .matrix_view import MatrixView
+from .weight_matrices import WeightMatrices
 
 S = TypeVar("S")
 
@@ -91,7 +91,7 @@ def quantize_columns(
         UnsupportedError: for a scheme with tiles on several axes that are not contracted.
     """
     start = quantize(x, scheme, axis=axis)
-    view = MatrixView.of(start, axis, hessian.shape)
+    view = WeightMatrices.of(start, axis, hessian.shape)
     w = view.columns_first(x.astype(jnp.float32))
     fixed, width = None, view.tile or 1
     if view.tile is None or isinstance(scheme.scale, Scheme):  # the scales of `quantize`
@@ -189,7 +189,7 @@ class _Columns:
     upper: jax.Array  # [G, K, K]
     diagonal: jax.Array  # [G, K]
     fixed: tuple[jax.Array, jax.Array | None] | None
-    view: MatrixView
+    view: WeightMatrices
 
     @property
     def tile(self) -> int:

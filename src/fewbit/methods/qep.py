@@ -18,7 +18,7 @@ from ..errors import QuantError
 from ..kernels.quantize.dispatch import quantize
 from ..recipe.method import AbstractMethod
 from .gptq import GPTQ
-from .matrix_view import MatrixView
+from .weight_matrices import WeightMatrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class QEP(AbstractMethod):
             raise QuantError("qep needs the second moments of quantized inputs, and their products with the float ones")
         corrected = x.astype(jnp.float32)
         if observation.cross is not None:
-            view = MatrixView.of(quantize(x, scheme, axis=axis), axis, observation.hessian.shape)
+            view = WeightMatrices.of(quantize(x, scheme, axis=axis), axis, observation.hessian.shape)
             moments = (m.reshape(-1, *m.shape[-2:]) for m in (observation.hessian, observation.cross))
             columns = jax.vmap(self._corrected)(view.columns_first(corrected), *moments)
             corrected = view.restored(columns)

@@ -25,7 +25,7 @@ from ..errors import QuantError
 from ..formats.format import AbstractFormat
 from ..kernels.quantize.dispatch import dequantize, quantize
 from ..recipe.method import AbstractMethod
-from .matrix_view import MatrixView
+from .weight_matrices import WeightMatrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _learned(
 ) -> QArray:
     """The weight quantized by learned rounding."""
     start, w = quantize(x, scheme, axis=axis), x.astype(jnp.float32)
-    view, scale, offset = MatrixView.of(start, axis, hessian.shape), scale_values(start), tile_offsets(start)
+    view, scale, offset = WeightMatrices.of(start, axis, hessian.shape), scale_values(start), tile_offsets(start)
     moments, gap = hessian.reshape(-1, *hessian.shape[-2:]), gaps(start, w)
     columns = view.columns_first(w)
     curvature = view.restored(jnp.broadcast_to(jnp.diagonal(moments, axis1=1, axis2=2)[..., None], columns.shape)) * gap

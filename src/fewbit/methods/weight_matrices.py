@@ -13,7 +13,7 @@ from ..errors import QuantError, UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True)
-class MatrixView:
+class WeightMatrices:
     """A weight as matrices `[G, K, N]`: groups that have a Hessian each, the contraction, all other axes.
 
     Attributes:

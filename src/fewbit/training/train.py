@@ -10,7 +10,7 @@ from jaxtyping import Array, Key, PyTree
 from ..array import scheme
 from ..array.scheme import Scheme
 from ..ops.interpret.parameter_uses import parameter_paths, with_leaves
-from ..ops.interpret.traced import Traced
+from ..ops.interpret.traced import Traced, array_leaves
 from ..ops.interpret.transparent import Decoded, evaluate, evaluator
 from ..ops.policy import SchemeSpec
 from ..ops.qat.delayed_scales import StepScales
@@ -98,7 +98,7 @@ def train(
             latent = Latent(None, product_key, policy, product_scales.get(name), label=Label(name))
             chosen.append((*found.chosen_products[name], latent))
         latents = _latents(params, found, key, scales, exchanged)
-        result: R = evaluate(interpreter, traced, (latents, *args), kwargs, chosen)
+        result: R = evaluate(interpreter, traced, array_leaves(((latents, *args), kwargs)), chosen)
         return result
 
     trained.__name__ = getattr(fn, "__name__", "trained")

@@ -107,7 +107,7 @@ import sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 import fewbit as fb
-from fewbit.kernels.quantize import DEQUANTIZERS, Decoding
+from fewbit.kernels.quantize import Decoding, PallasTPUDequantizer
 from fewbit.kernels.quantize.tpu.quantize import quantized_tiles
 
 here = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0])
@@ -125,7 +125,7 @@ for name, axis, tile, short in [
 
 for name, axis in ("mxfp6", -1), ("uint4_g64", -2), ("nvfp4", -1), ("int3_g64", -2), ("q8_0", -2):
     q = jax.eval_shape(lambda x: fb.quantize(x, name, axis=axis), jax.ShapeDtypeStruct((1000, 2000), jnp.bfloat16))
-    backend = DEQUANTIZERS["pallas_tpu"]
+    backend = PallasTPUDequantizer()
     run = lambda q: backend.run(Decoding(q.shape, "bfloat16", q.scheme, q.tiles), q)
     jax.jit(run, in_shardings=here, out_shardings=here).lower(q).compile()
 """

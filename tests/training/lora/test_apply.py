@@ -405,7 +405,7 @@ def test_an_operation_without_a_rule_is_named_or_decoded():
         return x @ params["w"] + jnp.sum(params["w"] ** 2)
 
     params, adapters = used("w"), random_adapters(PIECES["plain"][0], used("w"), "w")
-    with pytest.raises(UnsupportedError, match=r"test_lora.py.*float32\[16, 32\] with an adapter of rank 2"):
+    with pytest.raises(UnsupportedError, match=r"test_apply.py.*float32\[16, 32\] with an adapter of rank 2"):
         fb.lora.apply(fn)(params, adapters, X)
     decoded = []
     found = fb.lora.apply(fn, fallback="dequantize", report=decoded.append)(params, adapters, X)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...evaluate.timing import timed
-from ...kernels.extension import extension
+from ...kernels.extension import EXTENSIONS, extension
 
 Spread = tuple[float, float, float]
 
@@ -64,10 +64,23 @@ def circumstances(packages: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "device": _device_name(),
-        "kernels": extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").isa or "not built, the slower reference computes",
+        "kernels": _kernels(),
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in ("fewbit", "jax", "jaxlib", "numpy", *packages)},
     }
+
+
+def _kernels() -> str:
+    """The instruction sets of the C++ kernels that loaded, and the names of those that did not."""
+    loaded = {module.rpartition("._")[2]: extension(module) for module in EXTENSIONS}
+    missing = [name for name, found in loaded.items() if found.missing is not None]
+    kinds = ", ".join(dict.fromkeys(found.isa for found in loaded.values() if found.missing is None)) or "none"
+    if not missing:
+        return kinds
+    return (
+        f"{kinds}; NOT built for this Python or older than their sources: {', '.join(missing)}, "
+        "so the slower reference computes (`fewbit --version` says what to do)"
+    )
 
 
 def _device_name() -> str:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
 from fewbit.formats.rounding import rounding_table  # noqa: E402
-from fewbit.kernels.quantize import DEQUANTIZERS, QUANTIZERS, Decoding, Quantization  # noqa: E402
+from fewbit.kernels.quantize import Decoding, Quantization, TritonDequantizer, TritonQuantizer  # noqa: E402
 from fewbit.kernels.quantize.gpu import backend as gpu  # noqa: E402
 from fewbit.kernels.quantize.gpu.problem import TileProblem  # noqa: E402
 from fewbit.torch import triton as by_triton  # noqa: E402
@@ -173,14 +173,14 @@ def test_jax_reaches_the_kernels_through_jax_triton(name: str, axis: int, monkey
     x = jnp.stack([rows, rows * 0.7]) if axis == -1 else jnp.stack([rows.T, rows.T * 0.7])
     scheme = fb.scheme(name).along(axis, 2)
     problem = Quantization(x.shape[1:], "float32", scheme)
-    assert QUANTIZERS["triton"].unsupported(problem) is None
+    assert TritonQuantizer().unsupported(problem) is None
     got = jax.vmap(lambda x: gpu._quantized_by_kernel(scheme, x))(x)
     want = jax.vmap(lambda x: fb.quantize(x, name, axis=axis, backend="reference"))(x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape
         assert np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
     one = jax.tree.map(lambda leaf: leaf[1], want)
-    assert DEQUANTIZERS["triton"].unsupported(Decoding(one.shape, "float32", one.scheme, one.tiles)) is None
+    assert TritonDequantizer().unsupported(Decoding(one.shape, "float32", one.scheme, one.tiles)) is None
     decoded = gpu._decoded_by_kernel(jnp.float32, one)
     assert np.array_equal(decoded, fb.dequantize(one, backend="reference"), equal_nan=True)
 

@@ -12,8 +12,6 @@ import pytest
 import fewbit as fb
 from fewbit.array.scales import MSE, MX, NVFP4
 from fewbit.kernels.quantize import (
-    DEQUANTIZERS,
-    QUANTIZERS,
     Decoding,
     PallasTPUDequantizer,
     PallasTPUQuantizer,
@@ -108,7 +106,7 @@ def test_the_last_of_several_blocks_is_short():
 
 def test_reasons():
     problem = Quantization((4, 64), "float32", fb.scheme("mxfp4").along(-1, 2))
-    backend = QUANTIZERS["pallas_tpu"]
+    backend = PallasTPUQuantizer()
     assert backend.unsupported(problem) is None
     assert str(backend.not_chosen(problem)).startswith("there are several devices")
     for changed, reason in (
@@ -150,7 +148,7 @@ def test_decoding_is_lowered_for_tpus_and_makes_no_array_of_codes():
 def test_reasons_of_decoding():
     def refusal(name: str, shape: tuple[int, ...] = (4, 64), dtype: str = "float32") -> str | None:
         scheme = fb.scheme(name).along(-1, len(shape))
-        return DEQUANTIZERS["pallas_tpu"].unsupported(Decoding(shape, dtype, scheme, scheme.tiles(len(shape))))
+        return PallasTPUDequantizer().unsupported(Decoding(shape, dtype, scheme, scheme.tiles(len(shape))))
 
     assert refusal("q8_0") is None  # scales in float16 come as their bits
     assert refusal("int4", dtype="float16") == "the array is float16, must be float32 or bfloat16"

@@ -1,21 +1,19 @@
 """Triton GEMV of packed weights, in float32, for a few rows of activations.
 
-**Layout.** The matrix is stored `[N, K]`, its codes packed along K, so that 32 bits contain 8 codes (or 4) adjacent along K. A
-program has BN of the N, and its warps are laid out along K: K is split among the threads of a program and never among
-programs, so there is no second pass and no atomic sum, and the order of summation is fixed. A thread reads 128 bits at a time
-of each of its BN rows; their activations are read once for all BN.
+**Tiling.** The matrix is stored `[N, K]`, its codes packed along K, so that 32 bits contain 8 codes (or 4) adjacent along K. A
+program has BN of the N, and its warps are laid out along K: K is split among the threads of a program and never among programs,
+so there is no second pass and no atomic sum, and the order of summation is fixed. A thread reads 128 bits at a time of each of
+its BN rows; their activations are read once for all BN. The layout of the activations is changed once per step through shared
+memory, which is cheap for steps of 4096 weights per row.
 
-**Sums.** The products of a chunk (at most 32 codes, at most one tile) are summed in the thread, scaled once, and added to the
-thread's sum; the threads' sums are added at the end. Zero points are applied outside the inner loop, too: the zero point
+**Accumulator.** The products of a chunk (at most 32 codes, at most one tile) are summed in the thread, scaled once, and added
+to the thread's sum; the threads' sums are added at the end. Zero points are applied outside the inner loop, too: the zero point
 times the sum of the chunk's activations is subtracted.
 
-**The bound** is memory as long as a weight costs few instructions: a GPU such as the H200 executes about 3.5 of them for each
-4-bit weight that it reads, 7 for each of 8 bits. Integers take a mask, a subtraction and a product; e2m1 two shifts, a mask and two
-products. Their totals are in `bench/results/triton.json`: 5 to 10, so for 4 bits decoding is the bound. Rows of bfloat16
-therefore use `gemv_bf16.py`, which decodes two numbers at a time; this kernel is for float32 and float16, for which no
+**Bound.** Memory as long as a weight costs few instructions. Integers take a mask, a subtraction and a product; e2m1 two
+shifts, a mask and two products. For 4 bits decoding is the bound (counts: docs/design/kernels-accelerators.md). Rows of
+bfloat16 therefore use `gemv_bf16.py`, which decodes two numbers at a time; this kernel is for float32 and float16, for which no
 matrix instruction sums in full precision, and for formats that are not decoded in pairs.
-
-The layout of the activations is changed once per step through shared memory, which is cheap for steps of 4096 weights per row.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false

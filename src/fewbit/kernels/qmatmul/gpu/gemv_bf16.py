@@ -1,24 +1,23 @@
 """Triton GEMV of packed weights in bfloat16 on tensor cores, decoded in pairs.
 
-**Why tensor cores for one row.** A GPU such as the H200 executes about 3.5 instructions per lane for each 4-bit weight that it
-reads. In float32, one weight at a time, decoding and adding take 6 and more (`gemv.py`). In pairs of bfloat16 decoding
-takes 1.5 to 2.6 (`ptx.py`), and a matrix instruction adds eight weights of a lane at once, for up to eight rows, in
-float32.
+**Why tensor cores for one row.** In float32, one weight at a time, decoding and adding take more instructions per weight than a
+GPU executes while it reads one (`gemv.py`). Decoded in pairs of bfloat16 it takes fewer (`ptx.py`), and a matrix instruction
+adds eight weights of a lane at once, for up to eight rows, in float32.
 
-**Layout.** The matrix is stored `[N, K]`, its codes packed along K. A chunk is 32 to 64 codes of a row, at most one tile except
-for tiles of 16. A step has KS chunks of each of BN rows: a product of KS pairs of matrices, which the warps share, so that K is
-split within the program and not among programs: no second pass, no atomic sums. The bytes go to shared memory unchanged, and
-from there to the registers that the matrix instructions read them from once decoded: four bytes of a row per lane. That
-works because nothing between load and product moves a number to another lane: the low codes of four bytes become four
-neighbours along K, then the high ones, and x is permuted to the same order.
+**Tiling.** The matrix is stored `[N, K]`, its codes packed along K. A chunk is 32 to 64 codes of a row, at most one tile except
+for tiles of 16. A step along K has KS chunks of each of BN rows: a product of KS pairs of matrices, which the warps share. So K
+is split within the program and not among programs: no second pass, no atomic sums.
 
-**Scales** are applied to the sums of their chunk: so decoded numbers stay exact, without a product each. Tiles of 16 are shorter
-than a chunk; their scales are E4M3, whose product with a 4-bit number bfloat16 represents, and include E2M1's factor. The sums of
-x for zero points are computed by the tensor cores, too, as products with ones: sums across lanes would cost more.
+**Data path.** The bytes go to shared memory unchanged, and from there to the registers that the matrix instructions read once
+decoded: four bytes of a row per lane. Nothing between load and product moves a number to another lane: the low codes of four
+bytes become four neighbours along K, then the high ones, and x is permuted to the same order.
 
-**Rejected.** An order of K in which a byte's codes go to different lanes sent every decoded number through shared memory:
-3.9 instructions per weight instead of 2.9, with 32 rows per program. Scales of sums cannot include E2M1's factor, `2**126`: the
-products before would be subnormal.
+**Scales** are applied to the sums of their chunk, so decoded numbers stay exact, without a product each. Tiles of 16 are
+shorter than a chunk; their scales are E4M3, whose product with a 4-bit number bfloat16 represents, and include E2M1's factor.
+Scales of sums cannot include that factor, `2**126`: the products before would be subnormal. The sums of x for zero points are
+products with ones on the tensor cores; sums across lanes would cost more.
+
+Instruction counts, and attempts that did not pay: docs/design/kernels-accelerators.md.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false

@@ -1,31 +1,31 @@
 """TPU kernel for two quantized operands: int8 or FP8 matmul, then scaling.
 
-**Bound.** Decode: the bytes of the weight, each read once as stored. Prefill: the matrix unit, which multiplies int8 twice as fast
-as bfloat16 on v5e, v5p and v6e. Codes are unpacked to bytes in VMEM and never converted to float before they are summed, so
-decoding is cheap: by the compiler's schedules for v5e a block of 1024 x 512 int4 codes in tiles of 64 takes 467 cycles for 16
-rows, where decoding them to scaled bfloat16 takes 708 (`gemm.py`), and loading their bytes 530.
+**Tiling.** The grid is (rows of x, N, K). A step unpacks a block of weight codes to bytes in VMEM and multiplies it, one scale
+tile of K at a time, with the bytes of x. The sums of a tile are exact int32 (float32 for FP8); they are scaled and added to a
+float32 accumulator in VMEM scratch. With one scale along K the accumulator is int32, and it is scaled once, in the last step.
 
-**Bytes from nibbles without planes.** The bytes of a register are stacked along sublanes, and so are the two nibbles of a byte in
-an int4 register: byte i has the rows 2i (low) and 2i + 1 (high), which is fewbit's packing. So `pltpu.bitcast` gives
-`[K, N]` numbers from `[K/2, N]` bytes without an operation, and one conversion makes bytes of them; the activations stay in
-order. Bytes packed along lanes are transposed first. Unsigned codes are shifted by half their range with one XOR of the byte,
-and so are their zero points.
+**Bound.** Few rows: the bytes of the weight, each read once as stored. Many rows: the matrix unit (MXU), which multiplies int8
+twice as fast as bfloat16 on v5e, v5p and v6e. Codes are never converted to float before they are summed.
 
-**Scales along the contraction.** The product of each tile is summed exactly, then scaled and accumulated in float32. Tiles shorter
-than the matrix unit is deep waste the rest of it (128 codes on v5e, 256 on v6e). For many rows the vector unit, which
-scales and adds `M x N` sums per tile, is the bound; so per-row scales of x are applied to the total. Scales are passed as
-float32, laid out like the result: one per tile and column of it, one per tile and row of x.
+**Nibbles to bytes without planes.** The bytes of a register are stacked along sublanes, and so are the two nibbles of a byte in
+an int4 register: byte i has the rows 2i (low) and 2i + 1 (high), which is fewbit's packing. So `pltpu.bitcast` gives `[K, N]`
+numbers from `[K/2, N]` bytes without an operation, one conversion makes bytes of them, and x stays in order. Bytes packed along
+lanes are transposed first. Unsigned codes are shifted by half their range with one XOR of the byte, and so are their zero
+points.
+
+**Scales** are passed as float32, laid out like the result: one per tile and column of it, one per tile and row of x. Scaling
+costs `M x N` operations of the vector unit per tile, the bound for many rows; so per-row scales of x are applied to the
+accumulator. Tiles shorter than the depth of the MXU (128 codes on v5e, 256 on v6e) leave the rest of it idle.
 
 **Zero points.** With codes c and d and zero points z and w, `sum((c - z) (d - w)) = sum(c d) - w sum(c - z) - z sum(d)`. The
-sums of x are computed before the kernel; those of the weight's codes by a product with ones, which are zero past the
-contraction. All of it is exact in int32.
+sums of x are computed before the kernel; those of the weight's codes by a product with ones, which are zero past the end of K.
+All of it is exact in int32.
 
-**Any shape.** x is zero-padded to full blocks, so that the values past the weight's end do not count: an integer times zero is zero.
-FP8 bytes, which may be NaN there, are replaced.
+**Any shape.** x is zero-padded to full blocks, so values past the weight's end do not count: an integer times zero is zero. FP8
+bytes, which may be NaN there, are replaced by zeros.
 
-**Rejected.** A product of int8 with int4: Mosaic has none of mixed types. Nibbles extracted by masks, as two planes with x split
-for them: as fast without tiles, but a tile then has half its depth in each plane. v4 is not supported, since Mosaic has no int8
-matmul there.
+v4 is not supported: Mosaic has no int8 matmul there. Cycle counts, attempts that did not pay, and why `gemm.py` is another
+kernel: docs/design/kernels-accelerators.md.
 """
 
 import functools

@@ -1,33 +1,24 @@
 """The Triton quantize kernel: amax, scale search, codes and packing in one read.
 
-**Layout.** The input is `[rows, n]`, contiguous, in tiles (blocks) of K along the rows. A program keeps R tiles as a matrix
-`[count, padded]` in registers (padded: K rounded up to a power of two), 2048 elements for 4 warps: 16 elements a thread, two 128-bit loads
-in bfloat16.
-If K divides the row and is a power of two, addresses are those of a flat array and loads and stores are vectorized; else
-every element is masked, which is slower. Codes are stored packed: 4-bit codes as pairs (`tl.split`), 6-bit codes four in
-three bytes. A tile longer than 16384 is refused.
-
-A tile of 16 is read as two halves by one thread: no exchange between threads, and per-tile values are computed once (naive
-NVFP4 from 51 to 46 instructions an element). `triton/formats.py` describes the rounding.
+**Tiling.** The input is `[rows, n]`, contiguous, in tiles (blocks) of K along the rows. A program keeps R tiles as a matrix
+`[count, padded]` in registers (padded: K rounded up to a power of two), 2048 elements for 4 warps: 16 elements a thread, two
+128-bit loads in bfloat16. If K divides the row and is a power of two, addresses are those of a flat array and loads and stores
+are vectorized; else every element is masked, which is slower. A tile of 16 is read as two halves by one thread: no exchange
+between threads, and per-tile values are computed once. A tile longer than 16384 is refused.
 
 **Scales** are computed from the bits of amax, an integer maximum, so a NaN or an infinity wins and makes its tile NaN. For
-powers of two the rule (floor, rceil, even) is the addition of a constant below the exponent. Searches are in
-`search.py`; codes always come from one correctly rounded (IEEE 754) division, so they are the reference's bit for
-bit.
+powers of two the rule (floor, rceil, even) is the addition of a constant below the exponent. Searches are in `search.py`.
 
-**Bound**: memory, 2.53 bytes an element for bfloat16 to 4.25 bits. Instructions an element are in
-`bench/results/triton.json`; a test fails when they grow by 10 %.
+**Codes** always come from one correctly rounded (IEEE 754) division, so they are the reference's bit for bit;
+`triton/formats.py` describes the rounding. They are stored packed: 4-bit codes as pairs (`tl.split`), 6-bit codes four in three
+bytes.
+
+**Bound**: memory, 2.53 bytes an element for bfloat16 to 4.25 bits. A test fails when the instructions an element grow by 10 %.
 
 **Inline PTX**, off by default: pairs of E2M1 codes by `cvt.rn.satfinite.e2m1x2` on sm_100, E4M3 scales by
-`cvt.rn.satfinite.e4m3x2` from sm_89 on. Both round like the portable path; no interpreter runs them, so CI only compiles
-them. Powers of two gain nothing: the portable path extracts their codes from the bits.
+`cvt.rn.satfinite.e4m3x2` from sm_89 on. Both round like the portable path; no interpreter runs them, so CI only compiles them.
 
-The correctly rounded division takes about 12 instructions an element, most of the difference between naive NVFP4 and naive
-MXFP4. A reciprocal a tile and two FMA corrections would take five; Triton's interpreter does not fuse, so no test without a
-GPU could check them.
-
-**Not done.** Sorting and prefix sums (less arithmetic a candidate, but gathers cost more than rounding); pruning by the
-clip sum inside the NVFP4 window (threads diverge).
+Instruction counts, and what was tried or left out: docs/design/kernels-accelerators.md.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false

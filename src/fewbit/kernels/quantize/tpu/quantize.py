@@ -7,7 +7,7 @@ stride. With 3, 5, 6 and 7 bits a group of codes fills several bytes (four 6-bit
 group is also a plane, written with a stride. Scales and zero points are written with the tiled axis first; they are a
 sixteenth to a hundredth of the array's bytes, and XLA transposes them.
 
-**Scales** are computed by `pallas_scales.py`. Codes come from the format's `encode`, except codebooks, whose code is the
+**Scales** are computed by `scales.py`. Codes come from the format's `encode`, except codebooks, whose code is the
 number of thresholds below the element. A tensor scale needs the amax of the whole array first: XLA reads the input once for
 it, the kernel again.
 
