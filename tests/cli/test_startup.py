@@ -12,7 +12,7 @@ import fewbit as fb
 from fewbit import cli
 from fewbit.cli import commands
 from fewbit.cli.commands import app
-from fewbit.cli.commands.catalogue import _records
+from fewbit.cli.completion import records
 from fewbit.cli.listing import catalogue
 from fewbit.cli.version import KERNELS, version_line
 
@@ -36,7 +36,7 @@ print(time.process_time())
 
 def test_the_lists_are_those_of_the_registries():
     again = "write it anew: python -m fewbit.cli.listing"
-    assert {kind: _records(kind) for kind in ("formats", "schemes", "recipes")} == catalogue(), again
+    assert {kind: records(kind) for kind in catalogue()} == catalogue(), again
 
 
 def test_the_version_names_the_kernels(tmp_path):
@@ -87,7 +87,7 @@ def test_ctrl_c_while_a_command_imports_or_reads_its_arguments(monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fewbit.cli.commands.catalogue._records", interrupted)
+    monkeypatch.setattr("fewbit.cli.commands.catalogue.records", interrupted)
     done = CliRunner().invoke(app, ["formats"])
     assert (done.exit_code, done.stderr) == (130, "error: interrupted\n")
     monkeypatch.setattr("typer.core.TyperGroup.make_context", interrupted)
@@ -101,4 +101,4 @@ def test_the_package_gives_its_names_when_they_are_asked_for():
     assert fb.recipe("int8").name == "int8" and fb.Rule is Rule and "quantize" in dir(fb)
     with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
         fb.quantise  # noqa: B018 - the error is what is tested
-    json.dumps(_records("formats"))
+    json.dumps(records("formats"))

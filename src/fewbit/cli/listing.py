@@ -1,4 +1,4 @@
-"""Lists formats, schemes and recipes.
+"""Lists formats, schemes, recipes, methods and layouts.
 
 The lists are printed from `catalogue.json`, since JAX takes seconds to import. `python -m fewbit.cli.listing` rewrites it.
 """
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from .._table import Column, table
 from ..array.scheme import SCHEMES, Scheme
 from ..formats.format import FORMATS, AbstractFormat
+from ..io.containers.registry import CONTAINERS
 from ..kernels.quantize.dispatch import quantize
+from ..methods.named import METHODS, SCALINGS
 from ..ops.policy import Arm, Policy
 from ..recipe.recipe import RECIPES, Recipe
 from ..recipe.rule import Rule
@@ -27,13 +29,31 @@ _SHAPE = (4096, 4096)
 
 
 def catalogue() -> dict[str, list[dict[str, Any]]]:
-    """The records of all formats, schemes and recipes."""
+    """The records of all formats, schemes, recipes, methods and layouts."""
     recipes = [{"name": recipe.name, "description": recipe.description} for recipe in RECIPES]
     return {
         "formats": [_format_record(fmt) for fmt in FORMATS],
         "schemes": [{"name": name, **_scheme_record(SCHEMES[name])} for name in SCHEMES.names()],
+        "methods": [_named(name, one) for name, one in (SCALINGS | METHODS).items()],
+        "layouts": _layouts(),
         "recipes": [*recipes, {"name": KEEP, "description": "Every tensor as stored in the file (quantize --keep)."}],
     }
+
+
+def _named(name: str, one: type) -> dict[str, str]:
+    """A record of a class: what its documentation begins with."""
+    return {"name": name, "description": (one.__doc__ or "").partition("\n")[0]}
+
+
+def _layouts() -> list[dict[str, str]]:
+    """The records of all layouts of files."""
+    own = {
+        "fewbit": "The directory of fewbit.",
+        "hf": "A directory for transformers, dequantized to bfloat16.",
+        "gguf": "One file for llama.cpp.",
+        "orbax": "An Orbax checkpoint.",
+    }
+    return [{"name": name, "description": own[name]} for name in own] + [_named(c.name, type(c)) for c in CONTAINERS]
 
 
 def rules_table(recipe: Recipe) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import QuantError
+from .completion import layout_names, method_names, recipe_names, scheme_lists
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -34,7 +35,10 @@ ModelPath = Annotated[
 RecipeName = Annotated[
     str | None,
     typer.Option(
-        "--recipe", "-r", help="A recipe's name, a scheme's name, or a .json file of rules; 'keep' changes nothing."
+        "--recipe",
+        "-r",
+        autocompletion=recipe_names,
+        help="A recipe's name, a scheme's name, or a .json file of rules; 'keep' changes nothing.",
     ),
 ]
 To = Annotated[
@@ -42,6 +46,7 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="LAYOUT",
+        autocompletion=layout_names,
         help="The layout of the files: fewbit, hf (dequantized to bfloat16), gguf, compressed-tensors, modelopt, "
         "fp8-blocks, gpt-oss, torchao, bitsandbytes, gptq, awq, mlx or orbax. Weights are stored exactly, or the layout is refused.",
     ),
@@ -58,6 +63,7 @@ Method = Annotated[
     str,
     typer.Option(
         "--method",
+        autocompletion=method_names,
         help="How codes are chosen: rtn rounds to nearest; gptq minimizes each layer's output error on a calibration text; "
         "qep first corrects weights for the errors of their inputs; rounding learns which way each weight is rounded; "
         "imatrix weighs errors by the inputs' mean squares; hqq needs no text. awq scales inputs and clips blocks; "
@@ -100,7 +106,13 @@ Bits = Annotated[
     ),
 ]
 Candidates = Annotated[
-    str | None, typer.Option("--candidates", metavar="SCHEMES", help="Schemes to choose from, as in mxfp4,nvfp4,int8.")
+    str | None,
+    typer.Option(
+        "--candidates",
+        metavar="SCHEMES",
+        autocompletion=scheme_lists,
+        help="Schemes to choose from, as in mxfp4,nvfp4,int8.",
+    ),
 ]
 Distributed = Annotated[
     bool,
