@@ -131,6 +131,8 @@ def test_its_quantizer_takes_our_importance_matrix(tmp_path, square, name):
         lost = decoded(quantized.load("layers/0/mlp/up")) - decoded(square.load("layers/0/mlp/up"))
         return float(np.square(lost[:, is_large]).mean())
 
+    # A 32nd of the columns decides the scales. Measured: 0.12 of the error (Q4_0, Q3_K_M) and 0.035 (IQ4_XS), by
+    # llama-cpp-python 0.3.36; 0.5 leaves room for another version, and a matrix that is not read gives 1.
     assert error(1e4) < 0.5 * error(1)
 
 
