@@ -19,7 +19,7 @@ from ..recipe import plan as make_plan
 from ..recipe import recipe as as_recipe
 from ..recipe.apply import check_storable
 from ..recipe.plan import Plan
-from ..recipe.quantize_row import quantize_row
+from ..recipe.quantize_row import non_finite_message, quantize_row
 from ..recipe.recipe import Recipe
 from ..recipe.role import Role
 from ..recipe.roles import TensorRole, refined
@@ -173,10 +173,8 @@ def _check(planned: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
         if tuple(parameter.shape) != row.shape:
             raise QuantError(f"{path} has shape {tuple(parameter.shape)}, but the plan was made for {row.shape}")
         if bad := int((~torch.isfinite(parameter)).sum()):
-            raise QuantError(
-                f"{path} has {bad} NaN or infinite values of {parameter.numel()}; their tiles would decode to NaN. "
-                "Repair the checkpoint, or exclude the parameter by a rule with None"
-            )
+            advice = "repair the checkpoint, or exclude the parameter by a rule with None"
+            raise QuantError(non_finite_message({path: (bad, parameter.numel())}, advice))
 
 
 def _quantized(parameter: torch.Tensor, row: PlanRow) -> torch.Tensor:
