@@ -183,9 +183,7 @@ SUITES = (
             "workflows": "demo",
         },
     ),
-    Suite(
-        "workflows/test_outputs.py", "compared outputs, as the command prints them", {"cli": "error_lines render_outputs"}
-    ),
+    Suite("workflows/test_outputs.py", "compared outputs, as the command prints them", {"cli": "render_outputs"}),
     Suite("cli/test_startup.py", "what is printed before JAX is imported", {"cli": "listing version"}),
     Suite("cli/commands/test_bench.py", "`fewbit bench`", {"cli": "bench_report"}),
 )

@@ -19,7 +19,7 @@ from ..workflows.inspect import Inspection, file_bytes
 from ..workflows.model import Model
 from ..workflows.plan import folded
 from ..workflows.tensors import Outcome, TensorResult, worst
-from .error_lines import block_lines, worst_weight_lines
+from .console import block_lines, worst_weight_lines
 
 
 def plan_lines(model: Model, plan: Plan, *, full: bool) -> list[str]:

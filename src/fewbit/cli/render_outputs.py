@@ -6,7 +6,7 @@ from typing import Any
 from .._table import Column, table
 from ..evaluate.outputs import OutputError, OutputQuality
 from ..workflows.outputs import OutputBaseline, OutputCandidate
-from .error_lines import block_lines, worst_weight_lines
+from .console import block_lines, worst_weight_lines
 
 
 def output_lines(quality: OutputQuality) -> list[str]:
