@@ -92,9 +92,10 @@ def train(
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
         if sparsity is not None or found.sparsities:
             params = masked(params, sparsity, found.sparsities)
-        chosen = []
+        chosen, product_key = [], None
+        if found.product_policies and key is not None:
+            product_key = jax.random.fold_in(key, 1)
         for name, policy in found.product_policies.items():
-            product_key = None if key is None else jax.random.fold_in(key, 1)
             latent = Latent(None, product_key, policy, product_scales.get(name), label=Label(name))
             chosen.append((*found.chosen_products[name], latent))
         latents = _latents(params, found, key, scales, exchanged)

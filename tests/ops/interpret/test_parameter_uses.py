@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fewbit.errors import QuantError
 from fewbit.ops.interpret.parameter_uses import Use, Uses, parameter_paths, parameter_uses
 from fewbit.ops.interpret.traced import Traced
 
@@ -113,3 +114,9 @@ def test_axes_that_run_beside_the_other_operands_are_told_apart():
 def test_contracted_axes_do_not_hang_on_an_einsums_letters(equation):
     weight, x = jax.ShapeDtypeStruct((4, 16, 64), jnp.float32), jax.ShapeDtypeStruct((2, 4, 16), jnp.float32)
     assert uses(lambda w, x: jnp.einsum(equation, x, w), weight, x)[""] == [("dot_general", (-3, -2), ())]
+
+
+def test_two_parameters_of_one_path_are_refused():
+    params = {"a/b": W, "a": {"b": W}}
+    with pytest.raises(QuantError, match="two parameters have the path 'a/b'; rename one"):
+        found(lambda p, x: x @ p["a/b"].T + x @ p["a"]["b"].T, params, X)

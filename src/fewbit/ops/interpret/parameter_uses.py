@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
 from ...array.axis_move import axis_moves
+from ...errors import QuantError
 from ...formats.format import is_exact_cast
 from .indices import CONSTANT, UNKNOWN, Atom, Fact, fact_of, inner_jaxpr, open_jaxpr, scan_operands, shape_of, while_operands
 from .lookup import Lookup
@@ -151,11 +152,21 @@ class _Value(NamedTuple):
 def parameter_paths(params: PyTree) -> dict[Path, Any]:
     """Every leaf of a tree by its path, such as `layers/3/attn/q`; a QArray, or another array proxy, is one leaf.
 
+    Raises:
+        QuantError: when two leaves have the same path, such as those of `{"a/b": x, "a": {"b": y}}`.
+
     >>> parameter_paths({"a": [1, {"b": 2}]})
     {'a/0': 1, 'a/1/b': 2}
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_proxy)
-    return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
+    found = {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
+    if len(found) < len(leaves):
+        paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves]
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise QuantError(
+            f"two parameters have the path {twice!r}; rename one, since rules and files tell them apart by paths"
+        )
+    return found
 
 
 def with_leaves(params: PyTree, leaves: Mapping[Path, Any]) -> PyTree:

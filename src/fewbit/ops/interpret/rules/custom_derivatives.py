@@ -18,21 +18,14 @@ from jaxtyping import PyTree
 
 from ..evaluator import Evaluator, Rule, array_of, bound
 from ..proxy import is_proxy
-from ..traced import abstract
+from ..traced import Traced, array_leaves
 
 
 def _traced(evaluator: Evaluator, fn: Callable[..., Any], *args: PyTree) -> PyTree:
     """`fn` of values that may be proxies: traced on arrays, then evaluated with the rules. Returns any pytree."""
-    leaves, treedef = jax.tree.flatten(args, is_leaf=is_proxy)
-    out_tree: Any = None
-
-    def flat(*arrays: PyTree) -> list[Any]:
-        nonlocal out_tree
-        outputs, out_tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, arrays)))
-        return outputs
-
-    closed = jax.make_jaxpr(flat)(*map(abstract, leaves))
-    return jax.tree.unflatten(out_tree, evaluator.evaluate(closed.jaxpr, closed.consts, leaves))
+    traced = Traced.of(fn, args, {})
+    outputs = evaluator.evaluate(traced.closed.jaxpr, traced.closed.consts, array_leaves(args))
+    return jax.tree.unflatten(traced.out_tree, outputs)
 
 
 def _merged(all_values: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
