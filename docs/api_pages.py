@@ -8,6 +8,7 @@ asked of the running package.
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class PublicName:
     def entry(self) -> str:
         """Its entry on a reference page: an anchor under its public path, and what mkdocstrings reads off the definition."""
         options = f"    options:\n      heading: {self.path}\n      toc_label: {self.path.removeprefix('fewbit.')}"
-        return f"[](){{#{self.path}}}\n\n::: {self.definition}\n{options}"
+        anchor = "" if self.path == self.definition else f"[](){{#{self.path}}}\n\n"
+        return f"{anchor}::: {self.definition}\n{options}"
 
     @property
     def node(self) -> ast.stmt:
@@ -164,6 +166,12 @@ def public_names() -> list[PublicName]:
     return list(shortest.values())
 
 
+def arguments_listed(docstring: str) -> str:
+    """The docstring of a package as markdown: the lines below `Args:` become a list."""
+    text, title, arguments = docstring.partition("\nArgs:\n")
+    return (text + "\n" + re.sub(r"^ {4}(\w+):", r"- `\1`:", arguments, flags=re.MULTILINE)) if title else docstring
+
+
 def page_text(layer: str) -> str:
     """The reference page of a layer: what its package says of itself, then each public name that it defines."""
     names = [name for name in public_names() if name.layer == layer]
@@ -171,7 +179,7 @@ def page_text(layer: str) -> str:
     about = ast.get_docstring(
         ast.parse((package / "__init__.py" if package.is_dir() else package.with_suffix(".py")).read_text())
     )
-    blocks = [f"# {TITLES[layer]}", about or "", *(name.entry for name in names)]
+    blocks = [f"# {TITLES[layer]}", arguments_listed(about or ""), *(name.entry for name in names)]
     return "\n\n".join(blocks) + "\n"
 
 

@@ -1,4 +1,7 @@
-"""A griffe extension: the examples of a docstring (`>>> ...`) become code blocks, whatever section they stand in."""
+"""A griffe extension: the examples of a docstring (`>>> ...`) become code blocks, whatever section they stand in.
+
+Powers (`2**-126`) stay as they are written.
+"""
 
 import re
 from typing import Any
@@ -6,6 +9,12 @@ from typing import Any
 import griffe
 
 EXAMPLE = re.compile(r"((?:^[ \t]*>>> .*\n?)(?:^[ \t]*\S.*\n?)*)", re.MULTILINE)
+POWER = re.compile(EXAMPLE.pattern + r"|(`[^`]*`)|(?<=\d)(\*\*)(?=[-\d])", re.MULTILINE)
+
+
+def escaped(text: str) -> str:
+    """Escapes the stars of `2**-126` outside of examples and code, where markdown takes two of them for bold text."""
+    return POWER.sub(lambda found: r"\*\*" if found.group(3) else found.group(), text)
 
 
 def fenced(text: str) -> str:
@@ -19,4 +28,4 @@ class Examples(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each object; the docstring is what the page is made of."""
         if obj.docstring is not None:
-            obj.docstring.value = fenced(obj.docstring.value)
+            obj.docstring.value = fenced(escaped(obj.docstring.value))
