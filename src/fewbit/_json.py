@@ -168,7 +168,7 @@ def form_of(cls: type, /, *, tag: str | None = None, **types: object) -> type[ms
 
 
 def schema_document(schema: Any, title: str) -> dict[str, Any]:
-    """The JSON schema document (draft 2020-12) of a `msgspec.Struct`, for editors and programs that write such files."""
+    """The JSON schema (draft 2020-12) of a `msgspec.Struct`. It is for editors and programs that write such files."""
     form = msgspec.json.schema(schema)
     definitions = form.pop("$defs")
     root = definitions.pop(schema.__name__)
@@ -189,7 +189,10 @@ def canonical(value: object) -> bytes:
 
 
 def _check_limits(text: bytes, where: str) -> None:
-    """Raises QuantError for text that is too long, too deep or has too many values, before it is parsed."""
+    """Raises QuantError for JSON text beyond a limit, before it is parsed.
+
+    The limits are on its bytes, its depth and its number of values.
+    """
     if len(text) > MAX_BYTES:
         raise QuantError(f"{where} has {len(text):,} bytes of JSON; at most {MAX_BYTES:,} are read")
     opening = text.count(b"[") + text.count(b"{")
@@ -291,7 +294,10 @@ def _alternatives(schema: object) -> list[Any]:
 
 
 def _object_schema(schema: object, value: object) -> Any:
-    """The alternative of a schema for a JSON object: the Struct with the object's tag, or the dict. None if neither."""
+    """The alternative of a schema that fits a JSON object.
+
+    That is the Struct with the object's tag, or the dict. None if neither.
+    """
     found = [each for each in _alternatives(schema) if _is_struct(each) or typing.get_origin(each) is dict]
     tagged = [each for each in found if _is_struct(each) and each.__struct_config__.tag is not None]
     if isinstance(value, Mapping) and tagged:
@@ -325,7 +331,7 @@ def _item_schema(schema: object, value: object, step: Any) -> Any:
 
 
 def _step(path: str, value: Any, schema: object) -> tuple[Any, str]:
-    """The first step of msgspec's path, an index or a key, and the rest of the path."""
+    """The first step of msgspec's path, and the rest of the path. A step is an index or a key."""
     found = _INDEX.match(path)
     if found is None:
         names = [name for name in _field_names(schema, value) if path[1:].startswith(name)]

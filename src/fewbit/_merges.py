@@ -6,7 +6,7 @@ from .errors import QuantError
 
 
 def checked_merge(pair: Sequence[str], vocab: Mapping[str, int], where: str) -> tuple[str, str]:
-    """The two tokens of a merge; they and their concatenation must be in the vocabulary."""
+    """The two tokens of a merge. They and their concatenation must be in the vocabulary."""
     if len(pair) != 2:
         raise QuantError(f"{where} is {' '.join(pair)!r:.80}; two tokens with a space between them are expected")
     left, right = pair
@@ -16,7 +16,7 @@ def checked_merge(pair: Sequence[str], vocab: Mapping[str, int], where: str) -> 
 
 
 def merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The merges of a BPE of SentencePiece: the pairs of tokens whose concatenation is a token.
+    """The merges of a BPE of SentencePiece. They are the pairs of tokens whose concatenation is a token.
 
     Args:
         scores: the score of each token.

@@ -57,7 +57,7 @@ class Registry(Generic[T]):
 
 
 def near_names(name: str, known: tuple[str, ...]) -> str:
-    """The end of an error message: the known names similar to `name`, else all of them.
+    """The known names similar to `name`, or else all of them. They end an error message.
 
     >>> near_names("int44", ("int4", "nf4"))
     "did you mean 'int4'?"

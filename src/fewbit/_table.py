@@ -133,7 +133,7 @@ def elided(name: str, length: int) -> str:
 
 
 def _narrowest(column: Column, texts: Sequence[str]) -> int:
-    """The smallest width of a column: words are not broken, and elided names stay distinct."""
+    """The smallest width of a column. Words are not broken, and elided names stay distinct."""
     if column.kind == "words":
         return max([column.narrowest, *(len(word) for text in texts for word in text.split())])
     different = set(texts)

@@ -74,7 +74,7 @@ def from_front(axis: int, ndim: int) -> int:
 
 
 def contraction_order(left: Sequence[int], right: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The contraction axes of both operands, sorted by the right operand's; tiles run along the last.
+    """The contraction axes of both operands, sorted by the right operand's. Tiles run along the last.
 
     The product is the same in any order, and `jnp.einsum` orders by letter: without this, scales would depend on the letters
     of an einsum.

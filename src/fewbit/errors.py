@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 
 class QuantError(ValueError):
-    """An error that the caller can fix: names the argument, what arrived, what was expected, what to do."""
+    """An error that the caller can fix. The message names the argument, what arrived, what was expected, what to do."""
 
 
 class UnsupportedError(NotImplementedError):

@@ -33,7 +33,9 @@ LAYOUT_PRIMITIVES = (
 
 @dataclasses.dataclass(frozen=True)
 class AxisMove:
-    """One result of a layout operation: a transpose, a slice, a reshape, a broadcast and a reversal, in this order.
+    """One result of a layout operation, as a sequence of five steps.
+
+    They are a transpose, a slice, a reshape, a broadcast and a reversal, in this order.
 
     Attributes:
         shape: the shape of the operand.
@@ -85,7 +87,10 @@ class AxisMove:
 
     @property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each result axis, the operand's axes along it: several where merged, none where added or repeated."""
+        """The operand's axes along each axis of the result.
+
+        Several where axes are merged, none where an axis is added or repeated.
+        """
         lengths, sources = self.lengths, []
         for old, new in self.groups:
             along = [(self.order[a],) for a in old]
@@ -105,7 +110,7 @@ class AxisMove:
         return places
 
     def __call__(self, x: Array, starts: Sequence[Any] = ()) -> Array:
-        """Moves an array that has the operand's axes, of length 1 where it is constant along one.
+        """Moves an array that has the operand's axes. An axis may have length 1 where the array is constant along it.
 
         Args:
             x: the array; further axes at the end keep their places.
@@ -145,7 +150,7 @@ class AxisMove:
         return x
 
     def tiled(self, axes: Sequence[Axis]) -> list[Axis]:
-        """The axes of the result, of which every tile consists of the elements of one tile of the operand.
+        """The axes of the result, with their tiles. Every tile consists of the elements of one tile of the operand.
 
         Raises:
             QuantError: where elements of a tile are removed, or a tile or a byte would be cut.
@@ -165,7 +170,10 @@ class AxisMove:
 
 
 def axis_moves(eqn: jex_core.JaxprEqn) -> tuple[AxisMove, ...]:
-    """What an equation does to the axes of its first operand, for each result; empty for other primitives."""
+    """The moves of the axes of an equation's first operand, one per result.
+
+    Empty for primitives that are no layout operations.
+    """
     name, params = eqn.primitive.name, eqn.params
     if name not in LAYOUT_PRIMITIVES:
         return ()

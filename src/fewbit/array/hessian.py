@@ -128,7 +128,7 @@ def _quantized(x: jax.Array, hessian: jax.Array, scheme: Scheme, axis: int, roun
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A candidate solution: scale (in units of the tile), decoded codes and error of each tile."""
+    """A candidate solution for each tile. The scale is in units of the tile."""
 
     scale: jax.Array  # [blocks, rows, 1]
     q: jax.Array  # [blocks, rows, tile]

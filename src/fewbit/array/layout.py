@@ -58,7 +58,7 @@ def sliced(axis: Axis, step: slice) -> Axis:
 
 
 def regrouped(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The groups of old and new axes that a reshape maps to each other, in order.
+    """The groups of old and new axes of a reshape, in order. The axes of a group map to each other.
 
     >>> regrouped((6, 4, 5), (3, 2, 20))
     [([0], [0, 1]), ([1, 2], [2])]

@@ -12,7 +12,10 @@ from .qarray import QArray
 
 
 def taken_rows(q: QArray, at: jax.Array, axis: int) -> QArray:
-    """The rows at in-bounds indices along an axis that is not packed, still quantized, each with its own scale."""
+    """The rows of a QArray at in-bounds indices, along an axis.
+
+    They stay quantized, each with its own scale unless all share one. Codes must not be packed along the axis.
+    """
     place = at // (q.tiles[axis] or 1)
 
     def on_tiles(leaf: jax.Array | QArray) -> jax.Array | QArray:
@@ -29,6 +32,9 @@ def taken_rows(q: QArray, at: jax.Array, axis: int) -> QArray:
 
 
 def with_leaves(q: QArray, of_leaf: Callable[[Any], Any], **changes: Any) -> QArray:
-    """The array with a function applied to its scale, zero point and tensor scale, and other fields replaced."""
+    """The array with `of_leaf` applied to all its leaves but the codes.
+
+    Those are the scale, the zero point and the tensor scale. `changes` replaces other fields.
+    """
     leaves = {"scale": q.scale, "zero_point": q.zero_point, "tensor_scale": q.tensor_scale}
     return dataclasses.replace(q, **{name: of_leaf(leaf) for name, leaf in leaves.items() if leaf is not None}, **changes)

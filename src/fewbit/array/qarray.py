@@ -123,7 +123,7 @@ class QArray:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """The actual tile of each axis, from the scale's shape: a length, or None for the whole axis."""
+        """The actual tile of each axis, from the scale's shape. It is a length, or None for the whole axis."""
         axes = zip(self.scale.shape, self.scheme.tiles(self.ndim), self.shape, strict=True)
         return tuple(_actual_tile(count, tile, n) for count, tile, n in axes)
 
@@ -390,7 +390,7 @@ def _expanded_index(index: object, ndim: int) -> list[Any]:
 
 
 def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any, Any, Axis | None]:
-    """One axis's index for the codes and for the scales, and the resulting axis (None: dropped)."""
+    """One axis's index for the codes and for the scales. With the resulting axis, which is None if it is dropped."""
     tile = axis.tile_length
     if not isinstance(step, slice):
         at = int(step)
@@ -421,7 +421,10 @@ def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any,
 
 
 def _leaf_index(index: list[Any], leaf_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """The scale's index for a leaf, which may have one element along an axis where the scale has more."""
+    """The scale's index, adapted to the shape of a leaf.
+
+    The leaf may have one element along an axis where the scale has more.
+    """
     lengths = iter(zip(leaf_shape, scale_shape, strict=True))
     steps: list[Any] = []
     for step in index:

@@ -332,7 +332,10 @@ def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | 
 
 
 def _largest_finite(x: Array) -> Array:
-    """The largest finite magnitude of all elements, with as many axes as `x`, by rows: all axes at once take ten times as long."""
+    """The largest finite magnitude of `x`, with as many axes as `x`.
+
+    It is reduced by rows first: a reduction over all axes at once takes ten times as long.
+    """
     rows = largest_magnitude(x, -1)
     is_finite = jnp.isfinite(jnp.sum(jnp.sum(x, axis=-1)))  # or so large that sums overflow: then it takes longer
 
@@ -360,9 +363,10 @@ def tensor_scale_of(x: Array, scheme: Scheme, error_weights: Given = None, round
 
 
 def _guarded(scale: Array, view: Tiles, fmt: AbstractFormat) -> Array:
-    """The scales with NaN for tiles that are not finite, and 1 for those too small to divide by.
+    """The scales, with NaN or 1 where they cannot be used.
 
-    A format without zero gets scale 0 there, so that it decodes to zero.
+    NaN is for tiles that are not finite, 1 for scales too small to divide by. A format without zero gets scale 0 there, so
+    that it decodes to zero.
     """
     for_zero = float(0.0 in fmt.values())
     scale = jnp.where(jnp.abs(scale) < _TINY, jnp.full_like(scale, for_zero), scale)
@@ -379,7 +383,7 @@ def in_units(x: Array, divisor: Array, offset: Array | None) -> Array:
 
 
 def _bounded(units: Array, fmt: AbstractFormat) -> Array:
-    """Bounds the elements of 8-bit formats from below, for speed on CPU; no code changes.
+    """Bounds the elements of 8-bit formats from below, for speed on CPU. No code changes.
 
     XLA on CPU fuses a division only into a single user, and `encode` has several; with the bound fp8 takes a third of the
     time. Narrower codes are fused with their packing, where writing the quotients to memory once is faster.
@@ -434,7 +438,7 @@ def expanded_zero_point(q: QArray, *, but: int | None = None) -> Int32[Array, "*
 
 
 def expanded_offset(q: QArray) -> Float[Array, "*t"] | None:
-    """The value of code 0 of each element, float32, broadcastable to the shape of `q`; None for a symmetric scheme."""
+    """The value of code 0 of each element, in float32. It broadcasts to the shape of `q`; None for a symmetric scheme."""
     if q.zero_point is None:
         return None
     if isinstance(q.scheme.zero_point, AbstractFormat):
@@ -443,7 +447,7 @@ def expanded_offset(q: QArray) -> Float[Array, "*t"] | None:
 
 
 def scale_factors(q: QArray) -> tuple[Array, ...]:
-    """Float32 arrays whose product is the scale: two for E8M0, whose 2**-127 float32 may flush to zero."""
+    """Float32 arrays whose product is the scale. There are two for E8M0, whose 2**-127 may be flushed to zero in float32."""
     holder = q.scheme.scale
     if isinstance(holder, Scheme):
         return with_tensor_scale((dequantize(q.scale),), q)
@@ -462,7 +466,10 @@ def stored_factors(holder: AbstractFormat | np.dtype, stored: Array) -> tuple[Ar
 
 
 def with_tensor_scale(factors: tuple[Array, ...], q: QArray) -> tuple[Array, ...]:
-    """The factors of a scale, the last one times the tensor scale: rounded once, as when the codes were chosen."""
+    """The factors of a scale, the last one times the tensor scale.
+
+    That product is rounded once, as when the codes were chosen.
+    """
     if q.tensor_scale is None:
         return factors
     return (*factors[:-1], factors[-1] * q.tensor_scale)

@@ -124,7 +124,7 @@ class Scheme:
         return limit
 
     def tiles(self, ndim: int) -> tuple[Tile, ...]:
-        """The tile of each axis of an array of `ndim` axes: a length, or None for the whole axis."""
+        """The tile of each axis of an array of `ndim` axes. It is a length, or None for the whole axis."""
         return axis_tiles(self.tile, ndim)
 
     def with_tiles(self, tiles: tuple[Tile, ...], pack_axis: int) -> "Scheme":
@@ -132,7 +132,7 @@ class Scheme:
         return dataclasses.replace(self, tile=tile_map(tiles, self.tile.get(...)), pack_axis=pack_axis)
 
     def along(self, axis: int | tuple[int, ...], ndim: int) -> "Scheme":
-        """The scheme for an array of `ndim` axes, with tiles along `axis` instead of the last axis.
+        """The scheme with tiles along `axis` instead of the last axis. It is for an array of `ndim` axes.
 
         Args:
             axis: the axis (negative or not) that takes the place of the last one; the others keep their order. Of several

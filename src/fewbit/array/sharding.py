@@ -116,7 +116,7 @@ def logical_sharding(q: QArray) -> Sharding | None:
 
 
 def known_sharding(x: object) -> Sharding | None:
-    """The sharding of an array; of a tracer only on an explicit mesh, else None."""
+    """The sharding of an array. That of a tracer is known only on an explicit mesh, else None."""
     if not isinstance(x, Tracer):
         return getattr(x, "sharding", None)
     sharding = jax.typeof(x).sharding
@@ -231,7 +231,10 @@ def _written(entries: Entries) -> str:
 
 
 def _near(entries: Entries, mesh: AnyMesh, axis: int) -> list[Entries]:
-    """Specs with one axis's entry moved to a free axis, replaced by another mesh axis, or removed."""
+    """Specs with the entry of one axis moved, replaced or removed.
+
+    It moves to a free axis, or another mesh axis replaces it.
+    """
     without = _with(entries, axis, None)
     used = {name for e in without for name in axis_names(e)}
     moved = [_with(without, i, entries[axis]) for i, e in enumerate(entries) if e is None]

@@ -86,7 +86,10 @@ def misfit(q: QArray) -> str | None:
 
 
 def _is_stacked(counts: tuple[int, ...], expected: tuple[int, ...], shape: tuple[int, ...], tiles: tuple[Tile, ...]) -> bool:
-    """Whether each axis has one scale per tile, one per element, or one for an axis no longer than a tile."""
+    """Whether the scale has a valid length along each axis.
+
+    Valid are one per tile, one per element, or one for an axis no longer than a tile.
+    """
     return len(counts) == len(shape) and all(
         m in (n, k) or (m == 1 and (t is None or t >= k)) for m, n, k, t in zip(counts, expected, shape, tiles, strict=True)
     )

@@ -114,7 +114,7 @@ class Measure(AbstractMeasure):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs(AbstractMeasure):
-    """The vectors that each product contracts, `[*B, T, K]`; None for a ragged product."""
+    """The vectors that each product contracts, `[*B, T, K]`. None for a ragged product."""
 
     def of(self, operand: ProductOperand) -> jax.Array | None:
         if operand.group_sizes is not None:
@@ -129,7 +129,9 @@ class Inputs(AbstractMeasure):
 
 
 def cross_moments(inputs: jax.Array | None, quantized: jax.Array | None) -> jax.Array | None:
-    """The sum of `f x^T` over the inputs `f` of the float model and `x` of a quantized one.
+    """The sum of `f x^T` over the inputs of two models.
+
+    `f` are the inputs of the float model, `x` those of a quantized one. None unless both are given.
 
     Args:
         inputs: `[*B, T, K]`, or None.
@@ -170,7 +172,7 @@ def _count(vectors: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
 
 
 def _group_of_each(vectors: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The group of each vector; the number of groups for those after the last one."""
+    """The group of each vector. It is the number of groups for those after the last one."""
     return jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(vectors)), side="right")
 
 

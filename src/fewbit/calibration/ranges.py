@@ -37,7 +37,7 @@ class AbstractRange(abc.ABC):
 
     @property
     def depth(self) -> int:
-        """The number of axes of the ends: those from the first of `axes` to the last axis."""
+        """The number of axes of the ends. These are the axes from the first of `axes` to the last axis."""
         return -min(self.axes, default=0)
 
     @abc.abstractmethod
@@ -87,7 +87,7 @@ class RangeState:
     rule: AbstractRange = dataclasses.field(metadata={"static": True})
 
     def update(self, x: ArrayLike) -> Self:
-        """The state after one more batch; NaN or infinity makes the range non-finite for good.
+        """The state after one more batch. NaN or infinity makes the range non-finite for good.
 
         Args:
             x: a floating array of any shape that has the rule's axes. It is not differentiated.

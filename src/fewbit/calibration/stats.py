@@ -78,7 +78,7 @@ class Stats:
         return dataclasses.replace(rule, path=re.escape(path), policy=policy, optional=False)
 
     def _static_product(self, name: str, op: str, recipe: Recipe) -> Rule | None:
-        """The rule of one product without a parameter; None where it is not quantized."""
+        """The rule of one product without a parameter. None where it is not quantized."""
         rule = next((rule for rule in recipe.products if rule.matches(name, (op,))), None)
         if rule is None or rule.policy is None or rule.policy.delayed is not None:
             return None

@@ -108,6 +108,6 @@ def run() -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends the command as Ctrl-C does; a second SIGTERM does not interrupt the cleanup."""
+    """Ends the command as Ctrl-C does. A second SIGTERM does not interrupt the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated

@@ -41,7 +41,7 @@ def _cache_home() -> Path:
 
 
 def _processor() -> str:
-    """A name of this kind of processor: code compiled for one may not run on another."""
+    """A name of this kind of processor. Code compiled for one kind may not run on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -31,7 +31,7 @@ def recipe_names(incomplete: str) -> list[Described]:
 
 
 def scheme_lists(incomplete: str) -> list[Described]:
-    """Lists of schemes, separated by commas, that begin so; the last scheme is completed."""
+    """Lists of schemes, separated by commas, that begin so. The last scheme is completed."""
     before, _, last = incomplete.rpartition(",")
     if before:
         before += ","
@@ -40,7 +40,7 @@ def scheme_lists(incomplete: str) -> list[Described]:
 
 
 def method_names(incomplete: str) -> list[Described]:
-    """The methods and scalings that begin so; after `awq+` the method that goes with it."""
+    """The methods and scalings that begin so. After `awq+` it is the method that goes with it."""
     before, plus, last = incomplete.rpartition("+")
     return [(before + plus + name, text) for name, text in _described("methods") if name.startswith(last)]
 

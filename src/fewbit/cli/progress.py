@@ -53,7 +53,7 @@ class Bar:
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: float) -> Iterator[Bar]:
-    """A progress bar on stderr with remaining time and peak memory; log lines only if stderr is no terminal.
+    """A progress bar on stderr with remaining time and peak memory. Log lines only if stderr is no terminal.
 
     Args:
         title: the task.
@@ -73,7 +73,7 @@ def progress_bar(title: str, total: float) -> Iterator[Bar]:
 
 @contextlib.contextmanager
 def log_lines(file: pathlib.Path | None, bar: Bar) -> Iterator[Callable[[str], None]]:
-    """A function that writes a log line: to the file if given, else to stderr above the bar."""
+    """A function that writes a log line. It writes to the file if given, else to stderr above the bar."""
     if file is None:
         yield bar.log
         return
@@ -82,7 +82,7 @@ def log_lines(file: pathlib.Path | None, bar: Bar) -> Iterator[Callable[[str], N
 
 
 def peak_memory() -> int | None:
-    """The peak resident set size in bytes; None where the system does not report it (Windows)."""
+    """The peak resident set size in bytes. None where the system does not report it (Windows)."""
     try:
         import resource
     except ImportError:

@@ -47,7 +47,10 @@ def planned(
     rotate_inputs: str | None = None,
     names: Sequence[str] = (),
 ) -> tuple[Model, Plan]:
-    """The (perhaps rotated) source model, and its plan; with candidates (`names`) that of the recipe, or of the first one."""
+    """The source model, rotated if asked for, and its plan.
+
+    With candidates (`names`) it is the plan of the recipe, or of the first candidate.
+    """
     if names and (plan is not None or keep):
         raise QuantError("--bits makes the plan itself; leave out --plan and --keep")
     if names:
@@ -93,7 +96,10 @@ def can_evaluate(model: Model) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenMethod:
-    """A method, a scaling of inputs that is folded first, and what they learn from, if they need anything."""
+    """A method, a scaling of inputs, and what they learn from.
+
+    The scaling is folded first. `calibration` is None if they need nothing to learn from.
+    """
 
     method: AbstractMethod = NEAREST
     calibration: CalibrationData | ImportanceFile | None = None
@@ -111,7 +117,10 @@ def chosen_method(
     imatrix: Path | None = None,
     unseen: str | None = None,
 ) -> ChosenMethod:
-    """The method and the scaling of that name, with what they learn from: an importance matrix, or a text (of `--bits`, too)."""
+    """The method and the scaling of that name, and what they learn from.
+
+    That is an importance matrix, or a text, which `--bits` uses too.
+    """
     scaling, chosen = scaled_method(name)
     if bits is not None and scaling is not None:
         raise QuantError(
@@ -139,7 +148,7 @@ def chosen_method(
 
 
 def candidate_names(bits: float | None, candidates: str | None, to: str = "fewbit") -> list[str]:
-    """The schemes to choose from, checked: by default some that the layout stores; none without --bits."""
+    """The schemes to choose from, checked. By default they are some that the layout stores; none without --bits."""
     if bits is None and candidates is not None:
         raise QuantError(f"--candidates {candidates} are the schemes of --bits; pass both, as in --bits 4.5")
     if bits is None:
@@ -151,7 +160,7 @@ def candidate_names(bits: float | None, candidates: str | None, to: str = "fewbi
 
 
 def default_output(model: Path, recipe: str | None, plan: Path | None, bits: float | None, method: str, to: str) -> Path:
-    """The output in the working directory that is named by the model and by what is done to it."""
+    """The default output, in the working directory. Its name consists of the model's name and of what is done to it."""
     name = re.sub(r"\.(gguf|safetensors|npz)$", "", model.name)
     done = Path(recipe or plan or "keep").stem
     if bits is not None:
@@ -187,7 +196,10 @@ def with_bits(
     text: str | None,
     to: str = "fewbit",
 ) -> Plan:
-    """The plan with the best scheme for each weight at so many bits, measured on a text, with progress."""
+    """The plan with the best scheme for each weight at so many bits.
+
+    The costs of the schemes are measured on a text, with progress.
+    """
     names, refused = candidate_names(bits, candidates, to), functools.partial(refusals, to, model)
     if candidates is None:
         names = fitting(made, names, refused)
@@ -326,7 +338,10 @@ def join_cluster(coordinator: str | None, processes: int | None, process_id: int
 
 
 def written_distributed(source: Model, made: Plan, output: Path, chosen: ChosenMethod, *, overwrite: bool) -> Outcome:
-    """Writes the directory with the other processes, with progress and a log line per tensor of this one."""
+    """Writes the directory together with the other processes.
+
+    It shows progress, and a log line for each tensor of this process.
+    """
     total = sum(row.bytes_before for row in made)
     title = f"quantizing, process {jax.process_index()} of {jax.process_count()}"
     with progress_bar(title, total / jax.process_count()) as bar, log_lines(None, bar) as log_line:

@@ -58,7 +58,7 @@ def source_notes(model: Model) -> list[str]:
 
 
 def quantized_source_note(model: Model) -> str | None:
-    """A sentence that says that a checkpoint is already quantized; None if it is not."""
+    """A sentence that says that a checkpoint is already quantized. None if it is not."""
     if not model.quantized or model.facts.get("rotation_seed") is not None:
         return None
     kinds = ", ".join(f"{len(paths)} tensor{'s' * (len(paths) > 1)} {kind}" for kind, paths in model.quantized.items())
@@ -165,7 +165,7 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
 
 
 def _worst_layer(candidate: Candidate) -> tuple[str | None, float | None]:
-    """The path and the SQNR of the tensor of lowest SQNR; None if all are lossless."""
+    """The path and the SQNR of the tensor of lowest SQNR. None if all are lossless."""
     for result in candidate.worst:
         return result.path, result.sqnr_db
     return None, None

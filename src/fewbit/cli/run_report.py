@@ -85,7 +85,10 @@ def _has_outputs_only(model: Model, engine: str, inputs: Path | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """What `fewbit compare` prints: one record for the float model, one for each recipe, a title and a table."""
+    """What `fewbit compare` prints: records, a title and a table.
+
+    There is one record for the float model, and one for each recipe.
+    """
 
     form: dict[str, Any]
     title: str

@@ -32,7 +32,7 @@ def version_line(kernels: Path = KERNELS) -> str:
 
 
 def _instruction_set(source: Path, kernels: Path) -> str | None:
-    """The instruction set of a source's extension here; None if it is not built, or from another source."""
+    """The instruction set of a source's extension here. None if it is not built, or from another source."""
     from ..kernels.fingerprint import fingerprint
 
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:

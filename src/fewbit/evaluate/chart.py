@@ -95,7 +95,7 @@ def _figure(points: Sequence[Point], reference: float, title: str):  # noqa: ANN
 
 
 def label_lines(places: Sequence[tuple[float, float]], *, also: Sequence[float] = ()) -> list[int]:
-    """The number of lines to lower the label of each point by, so that it does not overlap earlier ones.
+    """The number of lines to lower each point's label by. A lowered label does not overlap earlier ones.
 
     Args:
         places: the points.

@@ -75,7 +75,7 @@ class Signature:
 
 
 def vocabulary(settings: Any) -> int | None:
-    """The vocabulary size of a configuration object of transformers; None for a model without tokens."""
+    """The vocabulary size of a configuration object of transformers. None for a model without tokens."""
     for part in (settings.get_text_config(decoder=True), settings):
         if isinstance(size := getattr(part, "vocab_size", None), int):
             return size
@@ -212,7 +212,10 @@ def _argument(name: str, array: np.ndarray, takes: Signature, where: str) -> np.
 
 
 def _split(arrays: Mapping[str, np.ndarray]) -> list[Example]:
-    """One example for each index of the first axis, if all arrays have as many; else all in one."""
+    """One example for each index of the first axis.
+
+    All arrays are one example if they differ in length, or one is empty or a scalar.
+    """
     lengths = {array.shape[0] if array.ndim else 0 for array in arrays.values()}
     if len(lengths) > 1 or 0 in lengths:
         return [arrays]
@@ -220,7 +223,10 @@ def _split(arrays: Mapping[str, np.ndarray]) -> list[Example]:
 
 
 def _with_decoder_ids(example: Example, takes: Signature) -> Example:
-    """Adds the decoder's input: the encoder's tokens shifted by one, or the start token and random ones."""
+    """Adds the decoder's input tokens, if the model needs them.
+
+    They are the encoder's tokens shifted by one, or the start token and random ones.
+    """
     if not takes.needs_decoder_ids or "decoder_input_ids" in example:
         return example
     rows = len(next(iter(example.values())))
@@ -237,7 +243,7 @@ def _decoder_tokens(takes: Signature) -> int:
 
 
 def _decoder_note(given: Iterable[str], takes: Signature) -> str:
-    """How the decoder's input was made, for a title; empty if it was not."""
+    """How the decoder's input was made, for a title. Empty if it was not."""
     if not takes.needs_decoder_ids or "decoder_input_ids" in given:
         return ""
     if takes.has_text:

@@ -90,14 +90,14 @@ def _error(name: str, reference: Sequence[np.ndarray], candidate: Sequence[np.nd
 
 
 def _cosines(p: np.ndarray, q: np.ndarray) -> Float[np.ndarray, " rows"]:
-    """The cosine similarity of each vector along the last axis; 1 for two zero vectors, 0 if one is zero."""
+    """The cosine similarity of each vector along the last axis. 1 for two zero vectors, 0 if one is zero."""
     unit_p, unit_q = _unit_vectors(p), _unit_vectors(q)
     both_zero = ~unit_p.any(-1) & ~unit_q.any(-1)
     return np.where(both_zero, 1.0, np.clip((unit_p * unit_q).sum(-1), -1.0, 1.0))
 
 
 def _unit_vectors(x: np.ndarray) -> Float[np.ndarray, "rows width"]:
-    """The vectors along the last axis, each divided by its norm; zero vectors stay zero."""
+    """The vectors along the last axis, each divided by its norm. Zero vectors stay zero."""
     rows = np.asarray(x, np.float64).reshape(-1, np.shape(x)[-1] if np.ndim(x) else 1)
     largest = np.abs(rows).max(-1, keepdims=True, initial=0.0)
     scaled = np.divide(rows, largest, out=np.zeros_like(rows), where=largest != 0)  # squares of tiny values are zero

@@ -164,7 +164,7 @@ def _perplexity(losses: np.ndarray) -> Perplexity:
 def _batches(
     windows: np.ndarray, batch_size: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[tuple[Array, Array, int]]:
-    """Tokens, targets and the number of valid windows; the last batch is padded to the same shape."""
+    """Tokens, targets and the number of valid windows of each batch. The last batch is padded to the same shape."""
     count = len(windows)
     if windows.ndim != 2 or count < 1 or windows.shape[1] < 2:
         raise QuantError(f"windows has shape {windows.shape}, must be [N, length + 1] as token_windows makes it")

@@ -214,9 +214,10 @@ class TransformersNetwork:
         return {name: value.float().numpy() for name, value in tensors.items() if value.is_floating_point()}
 
     def blocks(self, inputs: Mapping[str, np.ndarray]) -> Outputs:
-        """The hidden state after each block (a layer of a transformer), by the block's module, in the order of the run.
+        """The hidden state after each block, by the block's module.
 
-        A block that runs several times has an output for each.
+        A block is a layer of a transformer. They are in the order of the run. A block that runs several times has an output
+        for each.
         """
         import torch
 
@@ -260,7 +261,10 @@ class TransformersNetwork:
 
 
 def _blocks(module: Any) -> dict[str, Any]:
-    """The blocks of a model, by name: its checkpointed layers, or else the entries of its outermost module lists."""
+    """The blocks of a model, by name.
+
+    They are its checkpointed layers, or else the entries of its outermost module lists.
+    """
     from torch import nn
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -303,7 +307,7 @@ _decode = jax.jit(dequantize)
 
 
 class _Weight:
-    """A weight that is read when transformers takes its content, as from a slice of a safetensors file."""
+    """A weight that is read when transformers takes its content. It is indexed like a slice of a safetensors file."""
 
     def __init__(self, reader: _Reader, name: str):
         self._reader = reader

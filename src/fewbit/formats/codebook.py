@@ -110,7 +110,7 @@ class Codebook(AbstractFormat):
         return np.asarray(self.table, np.float64)
 
     def in_int8(self) -> "Codebook":
-        """The table with every number rounded to a 127th of the largest magnitude, so that kernels multiply int8 numbers.
+        """The table, with numbers rounded to 127ths of the largest magnitude. Kernels can then multiply int8 numbers.
 
         >>> [round(127 * number) for number in nf4.in_int8().table[:4]]
         [-127, -88, -67, -50]
@@ -139,7 +139,7 @@ def _count_below(
 
 
 def _dynamic_map() -> tuple[float, ...]:
-    """bitsandbytes' signed 8-bit "dynamic" map: seven decades, each with twice the fractions of the one below it."""
+    """bitsandbytes' signed 8-bit "dynamic" map. It has seven decades, each with twice the fractions of the one below it."""
     # In float32 from both ends towards the middle, as torch.linspace does, so that the numbers are bit-exact.
     numbers = [0.0, 1.0]
     for decade in range(7):

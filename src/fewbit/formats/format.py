@@ -122,7 +122,7 @@ def quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:
 
 
 def rough_quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:
-    """`x * (1 / divisor)`, rounded twice: one division per tile instead of one per element.
+    """`x * (1 / divisor)`, rounded twice. It takes one division per tile instead of one per element.
 
     For scale searches, where dividing each element would double the cost. Exact for powers of two.
     """
@@ -154,7 +154,7 @@ def exponent_of(x: Float[Array, "*s"]) -> jax.Array:
 
 
 def is_exact_cast(dtype: DTypeLike, other: DTypeLike) -> bool:
-    """Whether a cast to `dtype` is exact for every number of `other`; True where `other` is not floating.
+    """Whether a cast to `dtype` is exact for every number of `other`. True where `other` is not floating.
 
     >>> is_exact_cast("float32", "bfloat16"), is_exact_cast("bfloat16", "float16"), is_exact_cast("bfloat16", "int32")
     (True, False, True)

@@ -128,11 +128,14 @@ class Minifloat(AbstractFormat):
 
     @property
     def _shifter(self) -> np.float32:
-        """The float32 whose last place is the smallest step: adding it rounds a subnormal to whole steps."""
+        """The float32 whose last place is the smallest step. Adding it rounds a subnormal to whole steps."""
         return np.float32(2.0 ** (1 - self.bias - self.mantissa + 23))
 
     def _nearest_code(self, magnitude: Float[Array, "*s"]) -> jax.Array:
-        """The code of the nearest number: the float32's upper bits, or a count of steps for subnormals."""
+        """The code of the number nearest to a magnitude.
+
+        It is the float32's upper bits, or a count of steps for subnormals.
+        """
         dropped = 23 - self.mantissa
         # A carry of the rounding propagates from the mantissa into the exponent.
         normal = (self._rounded_bits(magnitude) >> dropped) - self._rebias
@@ -144,11 +147,11 @@ class Minifloat(AbstractFormat):
 
     @property
     def _rebias(self) -> int:
-        """The difference of the exponent biases, in place: float32 bits minus this are a code."""
+        """The difference of the exponent biases, in place. float32 bits minus this are a code."""
         return (127 - self.bias) << self.mantissa
 
     def _rounded_bits(self, magnitude: Float[Array, "*s"]) -> jax.Array:
-        """The float32 bits plus half a unit of the last kept place: truncation then rounds to nearest even."""
+        """The float32 bits plus half a unit of the last kept place. Truncation then rounds to nearest even."""
         dropped = 23 - self.mantissa
         bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
         is_odd = ((bits >> dropped) - self._rebias) & 1

@@ -12,7 +12,9 @@ from .format import AbstractFormat
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoundingTable:
-    """`encode` without a key as a table: `codes[number of thresholds below x]`, special codes for -0 and NaN.
+    """`encode` without a key, as a table of codes and thresholds.
+
+    It is `codes[number of thresholds below x]`, with special codes for -0 and NaN.
 
     Attributes:
         numbers: the numbers that `encode` yields, ascending, distinct, float32.

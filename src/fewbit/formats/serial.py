@@ -20,7 +20,7 @@ CUSTOM_FORMAT: Any = Union[tuple(form_of(cls, tag=kind) for kind, cls in KINDS.i
 
 
 def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
-    """The JSON form of a format: its registered name, or an object with its kind and fields.
+    """The JSON form of a format. It is the format's registered name, or an object with its kind and fields.
 
     Args:
         fmt: any format of fewbit's own kinds, or a registered one.

@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 
 @dataclasses.dataclass(frozen=True)
 class SplitModel:
-    """A model split into its parameters and its other values, and the functions of `fb` for it.
+    """A model split into its parameters and its other values. Its methods are the functions of `fb` for such a model.
 
     Methods take `fn(model, *inputs, **kwargs)` where functions of `fb` take a function of the parameters. Their other
     arguments, results and errors are those of the function of the same name in `fb`.
@@ -148,7 +148,7 @@ class SplitModel:
 
 @dataclasses.dataclass(frozen=True)
 class SplitFunction(Generic[_R]):
-    """A function of a model that each call splits, and the transformations of `fb` for it.
+    """A function of a model that each call splits. Its methods are the transformations of `fb` for it.
 
     Attributes:
         fn: the function, `fn(model, *args, **kwargs)`.

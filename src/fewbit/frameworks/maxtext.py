@@ -182,7 +182,7 @@ def _recipe(config: object, value: str) -> Recipe:
 
 
 def _shards(config: object, value: str) -> int:
-    """The number of parts of wgrad's contraction; -1 is one per local device, as in MaxText."""
+    """The number of parts of wgrad's contraction. -1 is one per local device, as in MaxText."""
     count = getattr(config, _SHARDS, -1)
     if value not in _SHARDED or count == 0:
         return 1
@@ -238,7 +238,7 @@ def _check_experts(config: object, quant: Quantization) -> None:
 
 
 def maybe_quantize_model(model: PyTree, config: object) -> PyTree:
-    """Sets the path of each layer, for rules by layer; replaces MaxText's function of this name.
+    """Sets the path of each layer, for rules by layer. It replaces MaxText's function of this name.
 
     MaxText calls it on a new model. Its own rewrites the model by Qwix if `use_qwix_quantization` is set; here the object of
     `configure_quantization` implements that flag.
@@ -314,7 +314,7 @@ def _fill(nnx: ModuleType, node: PyTree, quant: Quantization, rule: Rule | None)
 
 
 def _add_einsums(nnx: ModuleType, node: Any) -> None:
-    """Gives a layer of experts the modules of its einsums, with zeros for the stored weights."""
+    """Gives a layer of experts the modules of its einsums. They have zeros for the stored weights."""
     rule = node.quant.rule(node.quant.site)
     kind = nnx.variable_type_from_name(node.quant.collection, allow_register=True)
     for name in EXPERTS:
@@ -326,7 +326,10 @@ def _add_einsums(nnx: ModuleType, node: Any) -> None:
 
 
 def _spared(weight: jax.Array) -> jax.Array:
-    """Zeros with the number of experts and of axes of a weight: what MaxText's layer hands to an einsum that has its own."""
+    """What MaxText's layer passes to an einsum that has its own weight.
+
+    It is zeros with the number of experts and of axes of the weight.
+    """
     return jnp.zeros((weight.shape[0], *[1] * (weight.ndim - 1)), weight.dtype)
 
 

@@ -263,7 +263,7 @@ def _grouped_dtype(scheme: Scheme | None) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredWeight:
-    """A stored weight without a `shape`, since MaxText's tools treat values with a shape as arrays.
+    """A stored weight without a `shape`. MaxText's tools treat values with a shape as arrays.
 
     Attributes:
         weight: a QArray, or a float array if no rule quantizes it.
@@ -358,7 +358,7 @@ def modules() -> tuple[Any, Any]:
             return Stored(name="qrhs")(quant.collection, lambda: stored(rhs, axes, rule, mask), is_new).weight
 
         def _is_built(self, rhs: jax.Array, axes: tuple[int, ...]) -> bool:
-            """True while MaxText builds the layer: it initializes and calls the module once without a path."""
+            """True while MaxText builds the layer. It initializes the module, and calls it once without a path."""
             collection, name = self.quant.collection, PLACEHOLDER + "_".join(map(str, (rhs.ndim, *axes)))
             if self.is_initializing():
                 self.variable(collection, name, lambda: jnp.zeros((*rhs.shape, 0), rhs.dtype))
@@ -472,7 +472,9 @@ def empty(make: Callable[[], PyTree]) -> PyTree:
 
 
 def along(sparsity: Sparsity, axes: tuple[int, ...], ndim: int) -> Sparsity:
-    """The sparsity with groups along the contracted axes, as negative axes, unless it has its own.
+    """The sparsity with groups along the contracted axes.
+
+    These are negative axes. A sparsity that has its own axes keeps them.
 
     Args:
         sparsity: the rule's sparsity.

@@ -340,7 +340,10 @@ def _value(variable: PyTree) -> PyTree:
 
 
 def _split_call(call: _Call) -> SplitModel:
-    """The `nnx.Param`s of the first object of a call, and all other values; its objects may share Variables."""
+    """The parameters of the first object of a call, and all other values.
+
+    Parameters are `nnx.Param`s. The objects of the call may share Variables.
+    """
     leaves, treedef = jax.tree.flatten(call, is_leaf=_is_leaf)
     objects = {place: leaf for place, leaf in enumerate(leaves) if _is_object(leaf)}
     graph = _Graph.of(tuple(objects.values()))
@@ -357,7 +360,10 @@ def _split_call(call: _Call) -> SplitModel:
 
 
 def _with_changes(fn: Callable[..., _R]) -> SplitFunction[tuple[_R, PyTree]]:
-    """`fn` as a function of a call, which also returns the state of new Variables and of those with another array."""
+    """`fn` as a function of a call, which also returns changed state.
+
+    That is the state of new Variables and of those with another array.
+    """
 
     def changing(call: _Call) -> tuple[_R, PyTree]:
         args, kwargs = call

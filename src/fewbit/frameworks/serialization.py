@@ -66,7 +66,7 @@ def _from_state_dict(target: QArray, state: object) -> QArray:
 
 
 def _form(q: QArray) -> np.ndarray:
-    """The static fields of a QArray as JSON text in a uint8 array, since state dicts contain arrays."""
+    """The static fields of a QArray as an array. It is JSON text in uint8, since state dicts contain arrays."""
     if not isinstance(q.policy, Policy | None):
         raise QuantError(f"the QArray has a policy of type {type(q.policy).__name__}; files store only fb.Policy")
     policy = None if q.policy is None else q.policy.to_json()

@@ -86,7 +86,7 @@ class StagedDirectory:
         self.close()
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], nbytes: int) -> None:
-        """Writes and flushes one file; `nbytes` is its size, for the message when the disk is full."""
+        """Writes and flushes one file. `nbytes` is its size, for the message when the disk is full."""
         try:
             descriptor = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             try:
@@ -99,7 +99,7 @@ class StagedDirectory:
             raise self._write_error(nbytes, error) from error
 
     def write_at(self, name: str, offset: int, parts: Iterable[bytes | memoryview], nbytes: int) -> None:
-        """Writes to a file from a byte on, which cuts off what follows; `flush` puts it on the disk."""
+        """Writes to a file from a byte on, and cuts off the rest. `flush` puts it on the disk."""
         try:
             descriptor = os.open(self.path / name, os.O_CREAT | os.O_WRONLY, 0o666)
             try:
@@ -134,7 +134,7 @@ class StagedDirectory:
             raise QuantError(f"{self.target}: {name} reads back differently from what was written; the disk may be failing")
 
     def link(self, file: pathlib.Path, name: str) -> None:
-        """Adds a flushed file that nobody changes: by a second name, or a copy where the file system has no hard links."""
+        """Adds a flushed file that nobody changes, by a hard link. It is copied where the file system has no hard links."""
         try:
             try:
                 os.link(file, self.path / name)
@@ -170,7 +170,7 @@ class StagedDirectory:
             raise self._commit_error(error) from error
 
     def commit_file(self, name: str) -> None:
-        """Renames one file of the staged directory to the target, which is a file or does not exist.
+        """Renames one file of the staged directory to the target. The target is a file or does not exist.
 
         Raises:
             QuantError: as `commit`.
@@ -183,7 +183,10 @@ class StagedDirectory:
             raise self._commit_error(error) from error
 
     def _check_before_rename(self) -> bool:
-        """Refuses to rename without the lock, or over what may not be replaced; True if a target is replaced."""
+        """Raises QuantError where a rename is not allowed.
+
+        The lock must still be ours, and an existing target one that may be replaced. Returns whether there is one.
+        """
         if self._lock is None or not self._lock.is_ours():
             raise QuantError(f"the lock file of {self.target} was removed while it was being written; nothing was replaced")
         self._check(self.target)
@@ -217,7 +220,7 @@ class StagedDirectory:
         )
 
     def close(self) -> None:
-        """Removes temporary files that are not kept, and releases the lock; a second call does nothing."""
+        """Removes temporary files that are not kept, and releases the lock. A second call does nothing."""
         lock, self._lock = self._lock, None
         try:
             # Without the lock the temporary directory may be another writer's.
@@ -254,7 +257,7 @@ def old_name(target: pathlib.Path) -> pathlib.Path:
 
 
 def _exchanged_at_once(staged: pathlib.Path, target: pathlib.Path) -> bool:
-    """True if renameat2 swapped the two; not every C library and file system has it."""
+    """Whether renameat2 swapped the two. Not every C library and file system has it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -37,7 +37,7 @@ class TensorInfo:
 
 
 class Tensors(Mapping):
-    """A mapping of named tensors; each indexing reads the file again, nothing is cached.
+    """A mapping of named tensors. Each indexing reads the file again, nothing is cached.
 
     Args:
         info: the description of each tensor, in the order of the file.

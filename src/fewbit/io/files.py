@@ -111,7 +111,7 @@ def file_sha256(path: pathlib.Path) -> str:
 
 
 def file_chunks(path: pathlib.Path, begin: int, nbytes: int) -> Iterator[bytes]:
-    """The bytes of a part of a file, a piece at a time; fewer if the file is shorter, none if it is missing.
+    """The bytes of a part of a file, a piece at a time. There are fewer if the file is shorter, none if it is missing.
 
     Raises:
         QuantError: when the file is not readable.
@@ -137,7 +137,7 @@ def range_sha256(path: pathlib.Path, begin: int, nbytes: int) -> str:
 
 
 def part_hashes(path: pathlib.Path, begin: int, sizes: Iterable[int]) -> tuple[list[str], str]:
-    """The SHA-256 of parts of a file that follow each other, and of all of them together; each byte is read once.
+    """The SHA-256 of consecutive parts of a file, and of all together. Each byte is read once.
 
     Args:
         path: the file.

@@ -24,7 +24,7 @@ _FILE = "journal"
 
 
 class Journal:
-    """The steps that a job which writes `output` has finished: JSON lines in `.<name>.fewbit-work`, next to the output.
+    """The finished steps of a job that writes `output`. They are JSON lines in `.<name>.fewbit-work`, next to the output.
 
     A context manager, during which no other process can work on the same output; leaving it by an exception keeps the lines for
     the next run. Lines of another job, and everything else that it left in the directory, are removed.
@@ -118,14 +118,17 @@ _DIGITS = 16
 
 
 def _text(line: Mapping[str, Any]) -> bytes:
-    """A line of the file: the first digits of the SHA-256 of its JSON, and the JSON with its keys in order."""
+    """A line of the file: a checksum, then JSON.
+
+    The checksum is the first digits of the SHA-256 of the JSON, whose keys are in order.
+    """
     text = json.dumps(line, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
     return f"{sha256(text)[:_DIGITS]}".encode() + text + b"\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Spooled:
-    """An array in a spool file: dtype, shape, SHA-256, the first byte and the size."""
+    """An array in a spool file. It has a dtype, shape and SHA-256, the first byte and the size."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -136,7 +139,7 @@ class Spooled:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """Where the content of a full spool file is: bytes `begin` to `end` of another file, and their SHA-256."""
+    """Where the content of a full spool file is. It is in bytes `begin` to `end` of another file, with their SHA-256."""
 
     file: str
     begin: int
@@ -165,7 +168,7 @@ class Added:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The content of one spool file, in its order, and where it is now; `moved` is None while it is there."""
+    """The content of one spool file in order, and its place. `moved` is None while it is in the spool file."""
 
     added: tuple[Added, ...] = ()
     moved: Moved | None = None
@@ -205,7 +208,7 @@ class Spool:
         self._count, self.batch = 0, Batch()
 
     def add(self, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Appends arrays; `entry` is what the writer needs to know about them when it resumes."""
+        """Appends arrays. `entry` is what the writer needs to know about them when it resumes."""
         start = end = self._aligned(self.batch.size)
         records, pieces = {}, []
         for name, array in arrays.items():
@@ -220,7 +223,9 @@ class Spool:
         self.batch = Batch((*self.batch.added, added))
 
     def move(self, file: str, begin: int, head: bytes, names: Iterable[str]) -> Moved:
-        """Copies the arrays of the spool file to byte `begin` of another file, after a head and in the order of `names`.
+        """Copies the arrays of the spool file into another file.
+
+        They follow a head at byte `begin`, in the order of `names`. Then the spool file is removed.
 
         Raises:
             QuantError: when the disk is full, or something reads back differently from what was added.
@@ -252,7 +257,10 @@ class Spool:
         return moved
 
     def _read_back(self, file: str, begin: int, parts: Mapping[str, tuple[int, str]]) -> str:
-        """Compares parts of a file, each of a size and a hash, in one pass; returns the hash of all of them."""
+        """Compares parts of a file with their hashes, in one pass.
+
+        Each part has a size and a hash. Returns the hash of all of them.
+        """
         found, whole = part_hashes(self._staged.path / file, begin, [size for size, _ in parts.values()])
         for (name, (_, expected)), one in zip(parts.items(), found, strict=True):
             if one != expected:
@@ -260,7 +268,7 @@ class Spool:
         return whole
 
     def restored(self) -> list[Batch]:
-        """What an earlier run of the job added that is whole on the disk, the last batch in the spool file.
+        """What an earlier run added that is whole on the disk. The last batch is that in the spool file.
 
         Everything else in the directory is removed.
         """

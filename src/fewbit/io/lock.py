@@ -61,7 +61,7 @@ class OutputLock:
 
 
 def _locked(path: pathlib.Path, target: pathlib.Path) -> int:
-    """Locks the file and writes our process and host into it; returns its descriptor."""
+    """Locks the file and writes our process and host into it. Returns its descriptor."""
     holder_known_by = time.monotonic() + _NAMING_SECONDS
     while True:
         opened = _opened(path)
@@ -85,7 +85,7 @@ def _locked(path: pathlib.Path, target: pathlib.Path) -> int:
 
 
 def _opened(path: pathlib.Path) -> tuple[int, bool] | None:
-    """Opens or creates the file; True with a new one, None if it was just removed."""
+    """Opens or creates the file. True with a new one, None if it was just removed."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
     except FileExistsError:

@@ -157,7 +157,7 @@ def is_orbax_directory(path: pathlib.Path) -> bool:
 
 
 def read_orbax(path: pathlib.Path) -> Checkpoint:
-    """Opens an Orbax checkpoint; the tree is restored at once, when the first tensor is loaded.
+    """Opens an Orbax checkpoint. The tree is restored at once, when the first tensor is loaded.
 
     A directory of `OrbaxWriter` gives the tensors under their names, with weights as QArrays, after its files are compared
     with their hashes. Any other checkpoint of one tree gives its arrays under their paths, `layers/0/kernel`.
@@ -220,7 +220,7 @@ def _restored(path: pathlib.Path) -> Any:
 
 
 def _tree_tensors(path: pathlib.Path) -> Tensors:
-    """The arrays of a checkpoint of one tree, by their paths; restored when the first is loaded."""
+    """The arrays of a checkpoint of one tree, by their paths. All are restored when the first is loaded."""
     package = _package(path)
     try:
         with package.StandardCheckpointer() as checkpointer:

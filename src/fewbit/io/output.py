@@ -26,7 +26,7 @@ def foreign_files(directory: pathlib.Path) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class OutputKind:
-    """A kind of output: a directory or a file, and which earlier one an overwrite may replace.
+    """A kind of output: a directory or a file. It says which earlier output an overwrite may replace.
 
     Attributes:
         foreign_files: gives the names in an existing directory that an overwrite must not remove, none for a file; raises QuantError

@@ -11,7 +11,7 @@ from .native.writer import DirectoryWriter
 
 
 class FinishedParts:
-    """Results that later steps of a job need, in the directory of its journal rather than in memory.
+    """Finished results of a job, for its later steps. They are in the directory of its journal rather than in memory.
 
     Each part is a fewbit directory: it exists whole or not at all, and the hash of a tensor is checked when it is loaded.
 
@@ -23,7 +23,7 @@ class FinishedParts:
         self._path = journal.path
 
     def load(self, name: str) -> Tensors | None:
-        """The tensors of a finished part, each loaded when it is asked for; None if the part is not finished, or damaged."""
+        """The tensors of a finished part, each loaded on access. None if the part is not finished, or damaged."""
         try:
             found = read_directory(self._path / name).tensors
             for tensor in found:

@@ -36,7 +36,7 @@ CONFIG = "adapter_config.json"
 
 
 def dotted(path: str, *index: int) -> str:
-    """The default module name of a path: dots for slashes, then the index in its stacked axes.
+    """The default module name of a path. It has dots for slashes, then the index in the stacked axes.
 
     >>> dotted("layers/attn/q", 3)
     'layers.attn.q.3'
@@ -215,7 +215,7 @@ def _pattern_key(name: str, modules: tuple[str, ...]) -> str:
 
 
 def _is_key_of(key: str, module: str, where: str = "the name of a module") -> bool:
-    """True if a key matches the end of a module's name, from a dot on, as in PEFT."""
+    """Whether a key matches the end of a module's name. As in PEFT, the end is the whole name, or begins after a dot."""
     return Pattern(rf"(.*\.)?({key})", where).fullmatch(module)
 
 

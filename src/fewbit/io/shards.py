@@ -19,7 +19,7 @@ Progress = Callable[[str, str, int], None]
 
 
 class ShardWriter:
-    """Collects arrays in a spool file until they fill a file, writes it, and reads it back.
+    """Collects arrays in a spool file, and writes them to files. When the arrays fill a file, it is written and read back.
 
     Args:
         staged: the directory that is being written.
@@ -58,21 +58,21 @@ class ShardWriter:
         return [added for batch in batches for added in batch.added]
 
     def add(self, arrays: Mapping[str, np.ndarray], entry: Mapping[str, Any]) -> None:
-        """Adds arrays that belong in the same file; `entry` is what the writer needs to know about them when it resumes."""
+        """Adds arrays that belong in the same file. `entry` is what the writer needs to know about them when it resumes."""
         nbytes = sum(array.nbytes for array in arrays.values())
         if self._spool.batch.added and self._spool.batch.size + nbytes > self._limit:
             self._flush()
         self._spool.add(entry, arrays)
 
     def add_file(self, file: pathlib.Path, entry: FileRecord, tensors: Mapping[str, TensorRecord]) -> None:
-        """Adds a file of the same kind that was written and read back elsewhere; it is linked, not copied."""
+        """Adds a file of the same kind that was written elsewhere. It was read back there, and is linked, not copied."""
         if self._spool.batch.added:
             self._flush()
         self._staged.link(file, self._temporary_name(len(self._files)))
         self._files.append((entry, dict(tensors)))
 
     def finish(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
-        """Writes the last file, and numbers all; returns the records of files and of tensors."""
+        """Writes the last file, and numbers all. Returns the records of files and of tensors."""
         if self._spool.batch.added:
             self._flush()
         files: dict[str, FileRecord] = {}

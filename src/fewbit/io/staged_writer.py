@@ -91,7 +91,7 @@ class AbstractWriter(abc.ABC):
 
     @abc.abstractmethod
     def _restore(self) -> Iterable[str]:
-        """Reads what an earlier writer of the job added; returns the names of its tensors."""
+        """Reads what an earlier writer of the job added. Returns the names of its tensors."""
 
     @abc.abstractmethod
     def _finish(self) -> None:

@@ -41,10 +41,13 @@ class AbstractBackend(abc.ABC, Generic[P]):
 
     @abc.abstractmethod
     def unsupported(self, problem: P) -> str | None:
-        """Why this backend cannot compute the problem, and what would help; None when it can."""
+        """Why this backend cannot compute the problem, and what would help. None when it can."""
 
     def not_chosen(self, problem: P) -> str | None:
-        """Why this backend is not chosen unless it is named, for a problem that it supports; None when it is."""
+        """Why this backend is chosen only when it is named.
+
+        The problem is one that it supports. None when it is chosen anyway.
+        """
         return None
 
     def about(self) -> str:
@@ -127,7 +130,7 @@ def select(
 
 
 def _elsewhere(backend: AbstractBackend[Any]) -> str | None:
-    """Why a backend does not run on JAX's default devices; None when it does."""
+    """Why a backend does not run on JAX's default devices. None when it does."""
     here = jax.default_backend()  # "gpu" for both cuda and rocm
     if backend.platform in (None, here) or (here == "gpu" and backend.platform in ("cuda", "rocm")):
         return None

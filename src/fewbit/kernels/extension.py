@@ -75,7 +75,10 @@ def extension(module: str) -> Extension:
 
 
 def _is_stale(path: Path, built_from: str | None) -> bool:
-    """Whether the module's source is in its folder and, with its headers, has changed since the build."""
+    """Whether the module's source has changed since the build.
+
+    That includes its headers. False if the source is not in the module's folder.
+    """
     source = path.with_name(path.name.partition(".")[0].removeprefix("_") + ".cc")
     return source.exists() and fingerprint(source, Path(__file__).parent) != built_from
 

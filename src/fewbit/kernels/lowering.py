@@ -34,7 +34,7 @@ def on_platform(platform: str, native: Callable[..., T], reference: Callable[...
 
 
 def split_refusal() -> str | None:
-    """Why a Pallas or Triton kernel is not chosen on several devices; None on one, and inside `jax.shard_map` on TPUs."""
+    """Why a Pallas or Triton kernel is not chosen on several devices. None on one, and inside `jax.shard_map` on TPUs."""
     mesh = jax.sharding.get_abstract_mesh()
     is_manual = not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types)
     if jax.device_count() == 1 or (jax.default_backend() == "tpu" and is_manual):

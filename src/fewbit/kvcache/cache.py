@@ -132,7 +132,7 @@ class QuantizedCache:
             )
 
     def layer(self, layer: Int[Array, ""] | int) -> tuple[QArray, QArray]:
-        """The keys and values of one layer, `[B, K, S, h]`; zeros where nothing is written."""
+        """The keys and values of one layer, `[B, K, S, h]`. They are zeros where nothing is written."""
         keys, values = self.layers()
         return taken(keys, layer), taken(values, layer)
 

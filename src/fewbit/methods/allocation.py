@@ -29,7 +29,7 @@ class Choice:
 
 
 def allocate(items: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, Choice]:
-    """Takes one choice for each item, so that the total loss is the least within a budget of bytes.
+    """Takes one choice for each item, for the least total loss. Together they take at most `budget` bytes.
 
     This is the multiple-choice knapsack problem, solved exactly as a mixed-integer linear program by HiGHS. The same arguments
     give the same result.

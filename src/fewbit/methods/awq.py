@@ -33,7 +33,7 @@ _SMALLEST = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class AWQScaling(AbstractScaling):
-    """Scales the columns of large channels up, by the power of their mean magnitude with the least output error.
+    """Scales the columns of large channels up. The factor is the power of their mean magnitude with the least output error.
 
     `s_k = mean |x_k| ** alpha`, divided by `sqrt(max s min s)`, for `alpha = 0, 1 / grid, ..`; the error is that of all products
     that read the input, their weights rounded to nearest. `alpha = 0` is no scaling. Means below 1e-4 count as 1e-4.
@@ -106,7 +106,7 @@ def _best_scales(
 
 @dataclasses.dataclass(frozen=True)
 class AWQ(AbstractMethod):
-    """Clips each block at the part of its amax with the least output error, and rounds to nearest.
+    """Clips each block for the least output error, and rounds to nearest. A block is clipped at a part of its amax.
 
     The scale of a block is the one that the scheme's calibration gives the block clipped at `1 - i / grid` of its amax, and
     elements beyond the range take its last number. A block's error is `e^T H e` with its own part of H; blocks of several rows add

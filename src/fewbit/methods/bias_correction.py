@@ -87,7 +87,7 @@ def correct_biases(
 
 
 def bias_of(path: str, paths: Container[str]) -> str | None:
-    """The bias that belongs to a weight by its name, if there is one; "/" and "." separate the parts of a path.
+    """The bias that belongs to a weight by its name, or None. "/" and "." separate the parts of a path.
 
     >>> bias_of("mlp/dense/kernel", {"mlp/dense/bias"}), bias_of("attn/q", {"attn/q_bias"}), bias_of("attn/q", {"attn/bias"})
     ('mlp/dense/bias', 'attn/q_bias', None)
@@ -101,7 +101,10 @@ def bias_of(path: str, paths: Container[str]) -> str | None:
 
 
 def _mean_error(x: Array, q: QArray, row: PlanRow, stats: SupportsObservations) -> Float[Array, "..."]:
-    """What the outputs of a product lose on average: an element for each of the weight's axes that it does not contract."""
+    """What a product's outputs lose on average.
+
+    There is an element for each of the weight's axes that the product does not contract.
+    """
     seen = stats.observations.get(row.path)
     if seen is None or seen.sum is None:
         raise QuantError(f'{row.path} has no sums of its inputs; pass stats=fb.observe(fn, ..., collect=("sum",))')

@@ -122,7 +122,10 @@ def quantize_columns(
 
 
 def column_order(second_moments: Float[Array, "G K"], tile: int) -> Int[Array, "G K"]:
-    """The columns by descending second moment; the columns of a tile stay together, and a short last tile is last."""
+    """The columns by descending second moment, tile by tile.
+
+    The columns of a tile stay together, and a short last tile is last.
+    """
     length = second_moments.shape[1]
     means = jnp.stack([second_moments[:, i : i + tile].mean(1) for i in range(0, length, tile)], 1)  # [G, T]
     if length % tile:
@@ -133,7 +136,7 @@ def column_order(second_moments: Float[Array, "G K"], tile: int) -> Int[Array, "
 
 
 def factored(hessian: Float[Array, "K K"], damping: float) -> tuple[Float[Array, "K K"], Float[Array, " K"]]:
-    """`U` and `D` of `H = U D U^T` after damping: `U` is unit upper triangular, `D` diagonal.
+    """`U` and `D` of `H = U D U^T`, after damping. `U` is unit upper triangular, `D` diagonal.
 
     A column whose inputs were always zero has `U = 0` beyond its diagonal, so that it is rounded to nearest.
     """
@@ -175,7 +178,7 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """The columns of a weight, in the order in which they are rounded, and their Hessian `U D U^T`.
+    """The columns of a weight in the order of rounding. Their Hessian is `U D U^T`.
 
     Attributes:
         w: the weight, in units of its tensor scale.
@@ -235,7 +238,7 @@ class _Columns:
         return _in_parts(width, self.tile, tile, found)
 
     def _tile(self, found: _Found, start: jax.Array, w: jax.Array, upper: jax.Array) -> _Found:
-        """Rounds the columns of one tile; `w` has the corrections of all columns before it."""
+        """Rounds the columns of one tile. `w` has the corrections of all columns before it."""
         G, size, N = w.shape
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
         if self.fixed is not None:
@@ -281,7 +284,10 @@ def _corrections(upper: Float[Array, "G J C"], errors: Float[Array, "G J N"]) ->
 
 
 def rounded(fmt: AbstractFormat, w: jax.Array, scale: jax.Array, offset: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The nearest codes and their values, as `quantize` computes them: a stored scale of 0 divides by 1, and decodes to 0."""
+    """The nearest codes and their values, as `quantize` computes them.
+
+    A stored scale of 0 divides by 1, and decodes to 0.
+    """
     codes = fmt.encode(in_units(w, jnp.where(scale == 0, 1.0, scale), offset))
     values = settled(fmt.decode(codes) * scale)
     if offset is not None:
@@ -290,7 +296,7 @@ def rounded(fmt: AbstractFormat, w: jax.Array, scale: jax.Array, offset: jax.Arr
 
 
 def _in_parts(length: int, width: int, step: Callable[[S, jax.Array, int], S], state: S) -> S:
-    """`step(state, start, width)` for parts of a length, in order; the last may be shorter."""
+    """`step(state, start, width)` for parts of a length, in order. The last may be shorter."""
     if length >= width:
         state = lax.fori_loop(0, length // width, lambda i, state: step(state, i * width, width), state)
     if length % width:

@@ -104,7 +104,7 @@ class _Splitting:
     def step(
         self, now: Scale, best: tuple[Scale, jax.Array], beta: jax.Array
     ) -> tuple[Scale, tuple[Scale, jax.Array], jax.Array]:
-        """The fit to the errors of one scale and offset, the best so far, and the next beta."""
+        """One iteration: the next fit, the best so far, the next beta. The fit is to the errors of one scale and offset."""
         tiles, target, power = self.tiles, self.target, self.settings.power
         scale = target.store.snapped(now[0])
         scale = jnp.where(scale == 0, 1.0, scale)

@@ -26,7 +26,7 @@ from ..recipe.method import AbstractMethod
 
 @dataclasses.dataclass(frozen=True)
 class IMatrix(AbstractMethod):
-    """Rounds to nearest, with the scales of least squared error weighted by the mean squares of the inputs.
+    """Rounds to nearest, with scales of least weighted squared error. The weights are the mean squares of the inputs.
 
     A scheme whose calibration searches (`mse`, `mx,optimal`) searches with these weights. For any other, each tile takes the better
     of its own scale and that of `mse`; so no tile is worse than with `RTN`, by the weighted error.
@@ -90,7 +90,7 @@ def channel_weights(
 
 @dataclasses.dataclass(frozen=True)
 class BetterScale(AbstractCalibration):
-    """The better of a calibration's own scale and that of `mse`, by the weighted error of each tile.
+    """The better of a calibration's own scale and that of `mse`. The weighted error of each tile decides.
 
     For `signed_max`, whose scales may be negative, `mse` searches both signs.
 

@@ -30,10 +30,10 @@ from .weight_matrices import WeightMatrices
 
 @dataclasses.dataclass(frozen=True)
 class LearnedRounding(AbstractMethod):
-    """Learns for each weight which of its two neighbours it becomes, and a clip for each tile, from the output error.
+    """Learns the rounding of each weight and the clip of each tile.
 
-    Each output takes its best round (all take the same where they share tiles); or the weight is rounded to nearest, if that is
-    better.
+    It reduces the output error: each weight becomes one of its two neighbours. Each output takes its best round (all take
+    the same where they share tiles); or the weight is rounded to nearest, if that is better.
 
     Attributes:
         rounds: the number of steps; their length falls from `1 / rounds` to 0, so that an offset can just reach a half.
@@ -77,7 +77,7 @@ def _learned(
     has_own_tiles = math.prod(view.counts[a] for a in view.others) == outputs
 
     def measured(q: QArray) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The decoded weight, half the gradient of the output error, and the error of each output."""
+        """The decoded weight, half the gradient, and the error of each output. The gradient is that of the output error."""
         values = dequantize(q, jnp.float32)
         columns = view.columns_first(values - w)  # [G, K, N]
         gradient = jnp.einsum("gkl,gln->gkn", moments, columns, precision="highest")
@@ -122,7 +122,7 @@ def _learned(
 
 
 def tile_offsets(q: QArray) -> Float[Array, "*t"] | None:
-    """The value of code 0 of each tile, float32; None for a symmetric scheme."""
+    """The value of code 0 of each tile, float32. None for a symmetric scheme."""
     if q.zero_point is None:
         return None
     if isinstance(q.scheme.zero_point, AbstractFormat):

@@ -31,7 +31,7 @@ class ScaledProduct:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractScaling(abc.ABC):
-    """Chooses the scales `s` of an input: `W x = (W diag(s)) (x / s)`. A frozen dataclass.
+    """Chooses the scales `s` of an input. `W x = (W diag(s)) (x / s)`. A frozen dataclass.
 
     Attributes:
         name: its name in the command line, such as "awq".

@@ -12,7 +12,7 @@ from .scaling import AbstractScaling, ScaledProduct, to_channels
 
 @dataclasses.dataclass(frozen=True)
 class SmoothQuant(AbstractScaling):
-    """Divides each channel of an input by a scale, so that activations with outliers can be quantized too.
+    """Divides each channel of an input by a scale. Activations with outliers can then be quantized, too.
 
     `s_k = max |x_k| ** alpha / max |W_k| ** (1 - alpha)`, with the maxima over the calibration data and over the weights that read
     the input. A channel that is always zero, in the input or the weights, has the scale 1.

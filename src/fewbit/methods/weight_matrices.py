@@ -14,7 +14,7 @@ from ..errors import QuantError, UnsupportedError
 
 @dataclasses.dataclass(frozen=True)
 class WeightMatrices:
-    """A weight as matrices `[G, K, N]`: groups that have a Hessian each, the contraction, all other axes.
+    """A weight as matrices `[G, K, N]`. G are groups that have a Hessian each, K is the contraction, N all other axes.
 
     Attributes:
         shape: the weight's shape.
@@ -81,7 +81,7 @@ class WeightMatrices:
         return self._restored(x, self.shape)
 
     def restored_tiles(self, x: Shaped[Array, "G T R"]) -> Shaped[Array, "..."]:
-        """An array with an element for each tile, from those of `[G, tiles of K, tiles of N]`."""
+        """An array with an element for each tile of the weight. `x` are those of `[G, tiles of K, tiles of N]`."""
         return self._restored(x, self.counts)
 
     def _restored(self, x: Shaped[Array, "..."], shape: tuple[int, ...]) -> Shaped[Array, "..."]:

@@ -63,7 +63,10 @@ class Cache:
         values: Float[Array, "B K T h"],
         window: Int[Array, ""] | int = 0,
     ) -> tuple[Block, ...]:
-        """The blocks that new tokens attend to, between `written` and `advanced`; `window` 0: all positions."""
+        """The blocks that new tokens attend to, between `written` and `advanced`.
+
+        With `window` 0 these are all positions.
+        """
         seen = seen_positions(self.length, keys.shape[-2])
         cached_values = self.keys if self.values is None else self.values
         return (Block(self.keys, cached_values, seen, layer, window_start(seen, window)),)

@@ -104,7 +104,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (MLA) of DeepSeek: keys and values are projected from a latent vector of each token.
+    """Multi-head latent attention (MLA) of DeepSeek. Keys and values are projected from a latent vector of each token.
 
     The keys of all heads share their rotary coordinates, which come from the token itself. The rotary coordinates of queries
     and keys are the last `rotary_dim` of a head's `head_dim`.
@@ -291,12 +291,12 @@ class DecoderConfig:
 
     @property
     def cached_heads(self) -> int:
-        """The heads of a KV cache; latent attention caches one vector of each token."""
+        """The heads of a KV cache. Latent attention caches one vector of each token."""
         return self.kv_heads if self.latent is None else 1
 
     @property
     def cached_dim(self) -> int:
-        """The width of a head in a KV cache: of latent attention the latent and the rotary key."""
+        """The width of a head in a KV cache. With latent attention it is that of the latent and the rotary key."""
         return self.head_dim if self.latent is None else self.latent.rank + self.rotary_dim
 
     @property

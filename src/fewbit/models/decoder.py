@@ -179,9 +179,10 @@ def _hidden(
     kv: KVPolicy | None = None,
     length: Array | None = None,
 ) -> tuple[Array, Any]:
-    """The residual stream after the last layer `[B, T, D]`, and the KV cache with the tokens' keys and values.
+    """The residual stream after the last layer, and the KV cache.
 
-    `kv` quantizes keys and values where there is no cache; None: they stay float. `length` is as for `prefill`.
+    The stream is `[B, T, D]`; the cache has the tokens' keys and values. `kv` quantizes keys and values where there is no
+    cache; None: they stay float. `length` is as for `prefill`.
     """
     x = embedded(params, tokens, config, dtype=dtype)
     return _through_layers(_block(config, tokens.shape[1], cache, kv, length), x, cache, params["layers"])
@@ -222,7 +223,10 @@ _Block = Callable[[Array, AnyCache | None, Params, Array | int], tuple[Array, An
 def _block(
     config: DecoderConfig, T: int, cache: AnyCache | None = None, kv: KVPolicy | None = None, length: Array | None = None
 ) -> _Block:
-    """The function of one layer for `T` tokens: of the residual stream, the cache, the parameters and the layer's number."""
+    """The function of one layer for `T` tokens.
+
+    Its arguments are the residual stream, the cache, the parameters and the layer's number.
+    """
     if config.context < T:
         raise QuantError(
             f"tokens has {T} positions, more than the context of the model, {config.context}; cut it into windows"
@@ -265,7 +269,7 @@ def _block(
 def _heads(
     y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, is_absorbed: bool
 ) -> tuple[Array, Array, Array]:
-    """The queries, keys and values of normed tokens; keys and values as a KV cache has them, or of every head."""
+    """The queries, keys and values of normed tokens. Keys and values are as a KV cache has them, or of every head."""
     if config.latent is None:
         return queries_keys_values(y, attn, rotations, config)
     if not is_absorbed:
@@ -291,7 +295,7 @@ def _before(x: Array, part: Params, config: DecoderConfig) -> Array:
 
 
 def _after(y: Array, part: Params, config: DecoderConfig) -> Array:
-    """The output of attention or the feed-forward block, with its norm if it has one, and scaled."""
+    """The scaled output of attention or the feed-forward block. Its norm is applied, if it has one."""
     if config.norms != "pre":
         y = rms_norm(y, part["post_norm"], config)
     return scaled(y, config.residual_scale)
@@ -304,7 +308,7 @@ class _Windows:
         self.sizes = [config.window_of(layer) for layer in range(config.layers)]
 
     def of_layer(self, layer: Array | int) -> Array | int:
-        """The window of a layer, which `lax.scan` traces; then a layer without one has a window longer than any sequence."""
+        """The window of a layer, which `lax.scan` traces. A layer without a window then has one longer than any sequence."""
         if len(set(self.sizes)) == 1:
             return self.sizes[0]
         if isinstance(layer, int):

@@ -54,7 +54,10 @@ def _routed(y: Array, mlp: Params, experts: Experts) -> tuple[Float[Array, "B T 
 
 
 def _of_best_groups(scores: Float[Array, "B T E"], experts: Experts, summed: int) -> Float[Array, "B T E"]:
-    """The scores, -inf outside of the active groups, which have the largest sum of their `summed` largest scores."""
+    """The scores, with -inf outside of the active groups.
+
+    Active are those with the largest sum of their `summed` largest scores.
+    """
     if experts.active_groups == experts.groups:
         return scores
     grouped = scores.reshape(*scores.shape[:2], experts.groups, -1)  # [B, T, groups, E / groups]

@@ -262,7 +262,10 @@ class FoldedScales:
 
 
 def _divided_gain(gain: np.ndarray, s: Float[np.ndarray, " S"], offset: float) -> tuple[np.ndarray, Float[np.ndarray, " S"]]:
-    """The gain divided by the scales and rounded to its dtype, and the ratio of the old gain and the new one."""
+    """The gain divided by the scales, and the ratio of both gains.
+
+    The new gain is rounded to the dtype of the old one. The ratio is the old gain by the new one.
+    """
     old = gain.astype(np.float64) + offset
     new = (old / s - offset).astype(gain.dtype)
     rounded = new.astype(np.float64) + offset
@@ -272,7 +275,7 @@ def _divided_gain(gain: np.ndarray, s: Float[np.ndarray, " S"], offset: float) -
 
 
 def _along(factor: Scales, axis: int, ndim: int) -> np.ndarray:
-    """The factors `[*E, n]`, broadcast to an array `[*E, ..]` of which `axis` has the n elements."""
+    """The factors `[*E, n]`, broadcast along an axis. The array is `[*E, ..]`, of which `axis` has the n elements."""
     shape = [1] * ndim
     shape[axis] = factor.shape[-1]
     if factor.ndim == 2:

@@ -49,7 +49,7 @@ def smollm2_gguf() -> Path:
 
 
 def glassllm_npz() -> Path:
-    """A Llama of 0.85 million float16 parameters, from `glassllm` (MIT), with its tokenizer in the same folder."""
+    """A Llama of 0.85 million float16 parameters, from `glassllm` (MIT). Its tokenizer is in the same folder."""
     return _inside("glassllm", "weights/en.npz")
 
 

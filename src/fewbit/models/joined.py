@@ -32,7 +32,7 @@ def fuse_weights(params: Params) -> Params:
 
 
 def stack_experts(params: Params) -> Params:
-    """Stacks experts that are stored separately, so that a token passes its own experts only.
+    """Stacks experts that are stored separately. A token then passes its own experts only.
 
     Experts are left alone if they are not all alike (scheme, shape, dtype), or quantize activations too.
 
@@ -92,7 +92,7 @@ def _layer_joined(layer: Params) -> Params:
 
 
 def _can_join(weights: list[Any]) -> bool:
-    """Whether weights have the same scheme and K, and no row shares scales or bytes with another."""
+    """Whether weights have the same scheme and K, and independent rows. No row may share scales or bytes with another."""
     if not all(isinstance(q, QArray) and q.ndim == 2 and q.tensor_scale is None for q in weights):
         return False
     same = len({(jax.tree.structure(q), q.shape[1]) for q in weights}) == 1

@@ -25,7 +25,7 @@ from .rope import apply_rotary
 def expanded_heads(
     y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, latent: LatentAttention
 ) -> tuple[Float[Array, "B H T h"], Float[Array, "B H T h"], Float[Array, "B H T h"]]:
-    """The queries, keys and values of every head; values are padded by zeros to the width of keys."""
+    """The queries, keys and values of every head. Values are padded by zeros to the width of keys."""
     plain = config.head_dim - config.rotary_dim
     q = jnp.concatenate(_queries(y, attn, rotations, config, latent), axis=-1)
     c, r = _latent_and_rotary_key(y, attn, rotations, config, latent)
@@ -39,9 +39,10 @@ def expanded_heads(
 def absorbed_heads(
     y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, latent: LatentAttention
 ) -> tuple[Float[Array, "B H T R"], Float[Array, "B 1 T R"]]:
-    """The queries of every head for cached tokens, and what is cached of the new ones, which is their values too.
+    """The queries of every head, and what is cached of new tokens.
 
-    Attention divides by `sqrt(R)`; queries are multiplied by what the scale differs from that.
+    The queries are for cached tokens. What is cached also serves as values. Attention divides by `sqrt(R)`; queries are
+    multiplied by what the scale differs from that.
     """
     q, s = _queries(y, attn, rotations, config, latent)
     if latent.split:
@@ -98,7 +99,10 @@ def _by_head(attn: Params, dtype: Any, config: DecoderConfig, latent: LatentAtte
 
 
 def _per_head(x: Float[Array, "B H T a"], by_head: Float[Array, "H m n"], over: int) -> Float[Array, "B H T b"]:
-    """The product with each head's matrix over its axis `over`, accumulated in float32, in the dtype of `x`."""
+    """The product with each head's matrix, in the dtype of `x`.
+
+    It contracts axis `over` of the matrix, and accumulates in float32.
+    """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     numbers = (((3,), (over,)), ((1,), (0,)))
     product = lax.dot_general(x, by_head, numbers, precision=precision, preferred_element_type=jnp.float32)  # [H, B, T, b]

@@ -75,9 +75,9 @@ def gated(gate: Array, up: Array, config: DecoderConfig) -> Array:
 
 
 def rms_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig, eps: float | None = None) -> Float[Array, "*B n"]:
-    """`x / sqrt(mean(x ** 2) + eps) * (gain + norm_offset)`, computed in float32, in the dtype of `x`.
+    """RMSNorm: `x / sqrt(mean(x ** 2) + eps) * (gain + norm_offset)`.
 
-    `eps` is that of the configuration, unless another is given.
+    It is computed in float32, and returned in the dtype of `x`. `eps` is that of the configuration, unless another is given.
     """
     if eps is None:
         eps = config.norm_eps
@@ -90,7 +90,10 @@ def rms_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig, eps: flo
 
 
 def linear(x: Float[Array, "B T K"], weight: Any, dtype: DTypeLike | None = None) -> Float[Array, "B T N"]:
-    """`x weight^T` of `[B, T, in]` and `[out, in]`, accumulated in float32, in `dtype` or that of `x`."""
+    """`x weight^T`, accumulated in float32.
+
+    It multiplies `[B, T, in]` and `[out, in]`; the result is in `dtype`, or that of `x`.
+    """
     # Accelerators round float32 operands by default.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     numbers = (((2,), (1,)), ((), ()))

@@ -187,7 +187,9 @@ def _expert_shapes(experts: Experts, D: int) -> Shapes:
 
 
 def check_layers(config: DecoderConfig, count: int) -> None:
-    """Refuses a configuration with more layers, or experts with matrices of their own, than the checkpoint has arrays.
+    """Refuses a configuration with more layers than the checkpoint has arrays.
+
+    The same holds for experts with matrices of their own.
 
     Args:
         config: the configuration.
@@ -338,7 +340,7 @@ def _with_lists(node: Any) -> Any:
 
 
 def contraction_axis(path: str, config: DecoderConfig) -> int:
-    """The contraction axis of a weight: -1 of `[out, in]`, -2 of the interleaved experts' `[E, in, out]`."""
+    """The contraction axis of a weight. It is -1 of `[out, in]`, and -2 of the interleaved experts' `[E, in, out]`."""
     experts = config.experts
     return -2 if experts is not None and experts.layout == "interleaved" and "/experts/" in path else -1
 

@@ -12,11 +12,11 @@ from .rope_scaling import RopeScaling
 
 
 def rotary_tables(config: DecoderConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of the rotary angles of positions 0 to `length - 1`, each `[length, rotary_dim / 2]`.
+    """Cosines and sines of the rotary angles, by position.
 
-    The angle is `position * rope_theta ** (-2 i / rotary_dim)`, in float64, rounded once to float32: a float32 angle would
-    be off by 5e-4 at position 8,000. They are constants of the trace. Scaled frequencies are those of a sequence of
-    `length` tokens.
+    Positions are 0 to `length - 1`; each table is `[length, rotary_dim / 2]`. The angle is
+    `position * rope_theta ** (-2 i / rotary_dim)`, in float64, rounded once to float32: a float32 angle would be off by 5e-4
+    at position 8,000. They are constants of the trace. Scaled frequencies are those of a sequence of `length` tokens.
 
     >>> cos, sin = rotary_tables(DecoderConfig(vocab=8, layers=1, width=4, heads=1, kv_heads=1, head_dim=4, hidden=8), 2)
     >>> cos.shape, float(sin[1, 0])
@@ -99,7 +99,7 @@ def _placed(
 def _tables_by_length(
     config: DecoderConfig, scaling: RopeScaling, start: Array, tokens: int, room: int, count: Array | int
 ) -> tuple[Array, Array]:
-    """The tables where the frequencies depend on the traced length: angles are float32, as in transformers."""
+    """The tables for frequencies that depend on the traced length. Angles are float32, as in transformers."""
     rows = np.stack([_frequencies(config, config.rope_theta, scaling, length) for length in range(room + 1)])
     frequencies = jnp.asarray(rows.astype(np.float32))[jnp.minimum(start + count, room)]
     positions = (start + jnp.arange(tokens, dtype=jnp.int32)).astype(jnp.float32)
@@ -128,7 +128,7 @@ def _tables(frequencies: np.ndarray, length: int, scaling: RopeScaling | None) -
 def apply_rotary(
     x: Float[Array, "B n T h"], cos: Float[Any, "T p"], sin: Float[Any, "T p"], layout: RopeLayout
 ) -> Float[Array, "B n T h"]:
-    """Applies rotary embedding: each pair `(a, b)` becomes `(a cos - b sin, a sin + b cos)`.
+    """Applies rotary embedding to each pair of coordinates. `(a, b)` becomes `(a cos - b sin, a sin + b cos)`.
 
     Args:
         x: queries or keys, of any floating dtype; computed in float32.

@@ -100,7 +100,7 @@ class Llama3(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(RopeScaling):
-    """YaRN: low frequencies are divided by `factor`, high ones kept, with a linear ramp by index between.
+    """YaRN: divides low frequencies by `factor`, and keeps high ones. Between them is a linear ramp by index.
 
     Attributes:
         factor: the divisor of low frequencies.
@@ -146,7 +146,7 @@ def yarn_gain(factor: float, scale: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LongRope(RopeScaling):
-    """LongRoPE: each frequency has its own divisor, of two sets by the length of the sequence.
+    """LongRoPE: each frequency has its own divisor. It is of one of two sets, by the length of the sequence.
 
     In a KV cache the max length of the cache decides, as in llama.cpp and vLLM, so that all keys have the same set.
 

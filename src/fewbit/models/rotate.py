@@ -91,7 +91,7 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
 
 
 def rotated_weight(path: str, array: Float[Array, "..."], config: DecoderConfig) -> Float[Array, "..."]:
-    """A parameter for a decoder that rotates the inputs of `config.rotated_inputs`; others stay as they are.
+    """A parameter for a decoder that rotates the inputs of `config.rotated_inputs`. Others stay as they are.
 
     `(x H) (W H)^T = x W^T`, since H is orthogonal.
 

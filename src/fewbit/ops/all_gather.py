@@ -19,9 +19,10 @@ from ..kernels.qmatmul.problem import DimensionNumbers
 def with_gathered_codes(
     lhs: jax.Array | QArray, rhs: jax.Array | QArray, numbers: DimensionNumbers
 ) -> tuple[jax.Array | QArray, jax.Array | QArray]:
-    """All-gathers the quantized operand's codes along mesh axes that the other operand uses for another axis.
+    """All-gathers the codes of the quantized operand.
 
-    Mesh axes that shard the same contraction or batch axis of both operands stay.
+    It does so along mesh axes that the other operand uses for another axis. Mesh axes that shard the same contraction or
+    batch axis of both operands stay.
 
     Args:
         lhs: the left operand.
@@ -41,7 +42,10 @@ def with_gathered_codes(
 
 
 def _gathered(q: QArray, other: jax.Array | QArray, paired: Mapping[int, int]) -> QArray:
-    """`q` without the mesh axes of `other`, except on the axes paired with the same axis (`paired`: own axis to the other's)."""
+    """`q` without the mesh axes of `other`.
+
+    Axes paired with the same mesh axis keep it. `paired` maps own axes to those of `other`.
+    """
     own, others = q.sharding, other.sharding if is_qarray(other) else known_sharding(other)
     if not isinstance(own, NamedSharding) or not isinstance(others, NamedSharding) or own.mesh != others.mesh:
         return q

@@ -54,16 +54,19 @@ class AbstractBilinear(abc.ABC):
     def forward(
         self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
     ) -> jax.Array:
-        """The product of operands that may be quantized; codes are summed in `accumulator`, if given."""
+        """The product of operands that may be quantized. Codes are summed in `accumulator`, if given."""
 
     @property
     @abc.abstractmethod
     def contracted(self) -> tuple[Axes, Axes]:
-        """The contraction axes of the left and of the right operand; tiles run along the last."""
+        """The contraction axes of the left and of the right operand. Tiles run along the last."""
 
     @abc.abstractmethod
     def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
-        """The contraction axes of an operand's gradient: those of the incoming gradient and of the other operand."""
+        """The contraction axes of an operand's gradient.
+
+        They are those of the incoming gradient, and those of the other operand.
+        """
 
     @abc.abstractmethod
     def scale_for_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
@@ -74,7 +77,7 @@ class AbstractBilinear(abc.ABC):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether groups of one operand multiply groups of the other, so that no axis may be shortened to one element."""
+        """Whether groups of one operand multiply groups of the other. If so, no axis may be shortened to one element."""
         return False
 
     @abc.abstractmethod
@@ -230,7 +233,10 @@ def _seen(rules: ProductConfig, scales: StepScales | None, lhs: ArrayOrQArray, r
 
 
 def _residual(rules: ProductConfig, x: ArrayOrQArray, entered: ArrayOrQArray, is_left: bool) -> Residual:
-    """What the gradient of the other operand needs of this one, and the mask of this one's own gradient."""
+    """What the backward pass needs of one operand.
+
+    That is for the gradient of the other operand, and the mask of this one's own gradient.
+    """
     scheme, passes = rules.scheme(is_left), None
     clips = rules.policy.clips_gradient and scheme is not None and scheme.calibration.clips
     if clips and not isinstance(x, QArray) and isinstance(entered, QArray):
@@ -295,7 +301,7 @@ def _quantized_gradient(
     scale: jax.Array | None,
     where: str,
 ) -> jax.Array:
-    """The gradient of one operand from the quantized incoming gradient; `where` begins the messages of errors."""
+    """The gradient of one operand from the quantized incoming gradient. `where` begins the messages of errors."""
     axes, other_axes = bilinear.contracted_backward(is_left)
     if arm.tiled_axis == "first":
         axes, other_axes = axes[::-1], other_axes[::-1]
@@ -336,11 +342,11 @@ def _quantized_gradient(
 def _folded(
     bilinear: AbstractBilinear, scheme: Scheme, g: jax.Array, is_left: bool, q: QArray, extra: Extra
 ) -> tuple[jax.Array, QArray, QArray | None]:
-    """The gradient times the scale of `q`, the codes of `q` with scale 1, and its zero points or None.
+    """The gradient times the scale of `q`, and `q` without it.
 
-    Codes and zero points are two operands because zero points vary along the contraction of the gradient's product only, and
-    have one element along the other axes. Where the scale cannot be folded in, or only one side has integer codes, gradient
-    and `q` come back as they are.
+    That is the codes of `q` with scale 1, and its zero points or None. Codes and zero points are two operands because zero
+    points vary along the contraction of the gradient's product only, and have one element along the other axes. Where the
+    scale cannot be folded in, or only one side has integer codes, gradient and `q` come back as they are.
     """
     scale = bilinear.scale_for_gradient(is_left, expanded_scale(q), extra)
     if scale is None or (q.zero_point is not None and not (is_whole(q.scheme) and isinstance(scheme.format, Integer))):
@@ -366,7 +372,7 @@ def _folded(
 
 
 def coded_product(meeting: CodeProduct, lhs: ArrayOrQArray, rhs: ArrayOrQArray, accumulator: str | None) -> jax.Array:
-    """The product of two operands in float32: of their codes where possible, else of the decoded arrays."""
+    """The product of two operands in float32. It is that of their codes where possible, else of the decoded arrays."""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         result = code_product(meeting, lhs, rhs, accumulator)
         if result is not None:
@@ -378,12 +384,12 @@ def coded_product(meeting: CodeProduct, lhs: ArrayOrQArray, rhs: ArrayOrQArray, 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def weight_only(bilinear: AbstractBilinear, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra) -> jax.Array:
-    """JAX's own product of the decoded operands, which the backward pass decodes again instead of saving them."""
+    """JAX's own product of the decoded operands. The backward pass decodes them again instead of saving them."""
     return jax.checkpoint(bilinear.values)(lhs, rhs, extra)
 
 
 def _own_random(rules: ProductConfig, key: jax.Array | None, g: jax.Array) -> tuple[Random | None, Random | None]:
-    """The random numbers of the gradients of both operands; None without a key, or where none are drawn.
+    """The random numbers of the gradients of both operands. None without a key, or where none are drawn.
 
     Keys that differ in a bit give unrelated numbers, so the gradient's sum and the side are xored into the words of the key:
     each product draws numbers of its own. `jax.random.fold_in` would do, but XLA compiles its 20 rounds anew for each product.

@@ -154,7 +154,10 @@ class Conv(AbstractBilinear):
         return coded_product(self._code_product_backward(is_left, like), gradient, other, accumulator)
 
     def _code_product_backward(self, is_left: bool, like: jax.ShapeDtypeStruct) -> CodeProduct:
-        """The gradient of one operand as a product of the incoming gradient, on the left, and the other operand."""
+        """The product that gives the gradient of one operand.
+
+        It multiplies the incoming gradient, on the left, and the other operand.
+        """
         left, kernel, out = self._specs
 
         def product(g: jax.Array, other: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -231,7 +234,10 @@ class Conv(AbstractBilinear):
 
     @property
     def _specs(self) -> tuple[Axes, Axes, Axes]:
-        """Batch, feature and spatial axes of images and result; output, input and spatial axes of the kernel."""
+        """The axes of images, kernel and result.
+
+        Of images and result: batch, feature and spatial axes. Of the kernel: output, input and spatial axes.
+        """
         return tuple(self.numbers.lhs_spec), tuple(self.numbers.rhs_spec), tuple(self.numbers.out_spec)
 
 
@@ -240,7 +246,7 @@ def _dilation(given: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _along(scale: jax.Array, axis: int, place: int) -> jax.Array | None:
-    """A scale that varies along one axis only, moved to another axis; None for any other."""
+    """A scale that varies along one axis only, moved to another axis. None for any other."""
     if any(n != 1 for a, n in enumerate(scale.shape) if a != axis):
         return None
     shape = [1] * scale.ndim

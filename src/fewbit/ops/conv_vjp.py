@@ -68,7 +68,10 @@ class Window:
         return regrouped(result, self.left[1], self.left[0], self.batch_groups)
 
     def kernel_gradient(self, g: jax.Array, lhs: jax.Array, shape: Axes, dtype: DTypeLike) -> jax.Array:
-        """The gradient of a kernel of `shape` from the incoming gradient and the images, summed in `dtype`."""
+        """The gradient of a kernel of `shape`, summed in `dtype`.
+
+        It is computed from the incoming gradient and the images.
+        """
         return self._convolved(
             lhs,
             g,

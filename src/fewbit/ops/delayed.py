@@ -50,7 +50,7 @@ class DelayedScaling:
 
     @classmethod
     def from_json(cls, form: object) -> Self:
-        """The configuration of a JSON form; an unknown key raises QuantError with the nearest name."""
+        """The configuration of a JSON form. An unknown key raises QuantError with the nearest name."""
         if isinstance(form, cls):
             return form
         return cls(**checked(form, DELAYED, "delayed scaling"))

@@ -91,7 +91,7 @@ def dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class Dot(AbstractBilinear):
-    """`dot_general` with its settings; `extra` is None, or the stack of which the right operand is one element, and its index.
+    """`dot_general` with its settings. `extra` is None, or a stack and the index of its element that is the right operand.
 
     Attributes:
         left_ndim: the number of axes of the left operand.
@@ -206,7 +206,10 @@ class Dot(AbstractBilinear):
         return self.contracted_backward(is_left), (batch, self.numbers[1][int(is_left)])
 
     def _axes_backward(self, is_left: bool) -> Axes:
-        """The operand's axis that each axis of its gradient's product is: batch, free, contracted in the other's order."""
+        """The operand's axes, in the order of its gradient's product.
+
+        They are batch, free, and contracted axes in the other operand's order.
+        """
         side = int(not is_left)
         own, others = self.numbers[0][side], self.numbers[0][1 - side]
         return (*self.numbers[1][side], *self._free(is_left), *(own[i] for i in np.argsort(others)))
@@ -227,7 +230,7 @@ class Dot(AbstractBilinear):
 def picked_dot(
     x: jax.Array, stack: QArray, index: jax.Array, numbers: DimensionNumbers, precision: Any, preferred: DTypeLike | None
 ) -> jax.Array:
-    """`dot_general` of an array and one element of a stack, under the policy of the stack if it has one.
+    """`dot_general` of an array and one element of a stack. It follows the policy of the stack, if it has one.
 
     Kernels read the element in place; where there is none for the product, it is copied.
 
@@ -271,7 +274,7 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
 
 
 def _is_transposed(x: object) -> bool:
-    """Whether the product reads the array before its transpose, which a jitted function does not see."""
+    """Whether the product reads the array before its transpose. A jitted function does not know of the transpose."""
     return isinstance(x, QArray) and x.transposed_from is not None
 
 

@@ -15,10 +15,11 @@ _RADIX = 16
 
 
 def hadamard_transform(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
-    """Multiplies vectors by an orthogonal matrix with entries of one magnitude: `y = H^T x`.
+    """Multiplies vectors by an orthogonal matrix: `y = H^T x`.
 
-    An outlier is spread over all elements, so that scales of few bits fit the rest. A product of two operands that are transformed
-    along its contraction axis is unchanged: transform a weight once, before it is quantized, and its input in the model.
+    Where `H` is a Hadamard matrix, its entries have one magnitude (see `hadamard`). An outlier is spread over all elements,
+    so that scales of few bits fit the rest. A product of two operands that are transformed along its contraction axis is
+    unchanged: transform a weight once, before it is quantized, and its input in the model.
 
     It takes `n (f + 16 log16(n / f))` multiplications for a vector of length `n` with the factor `f` of `hadamard`.
 
@@ -56,10 +57,11 @@ def hadamard_transform(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "
 
 @functools.cache
 def hadamard(rows: int) -> np.ndarray:
-    """An orthogonal float32 matrix of `rows`: a Hadamard matrix divided by `sqrt(rows)` where one is constructed here.
+    """An orthogonal float32 matrix of `rows`.
 
-    For powers of two it is Sylvester's, symmetric. Other lengths are a product of a power of two and the smallest factor that has a
-    construction of Paley's: 12, 20, 28, 36, 44, 60 and so on. Where none has, the odd factor takes the Hartley matrix
+    It is a Hadamard matrix divided by `sqrt(rows)`, where one is constructed here. For powers of two it is Sylvester's,
+    symmetric. Other lengths are a product of a power of two and the smallest factor that has a construction of Paley's: 12,
+    20, 28, 36, 44, 60 and so on. Where none has, the odd factor takes the Hartley matrix
     `cos(2 pi j k / f) + sin(2 pi j k / f)`, whose entries are at most `sqrt(2)` times their root mean square.
 
     Args:
@@ -76,7 +78,7 @@ def hadamard(rows: int) -> np.ndarray:
 
 @functools.cache
 def _factors(length: int) -> tuple[int, ...]:
-    """The factor that is no power of two, perhaps 1, and powers of two up to 16."""
+    """A length as one factor and powers of two up to 16. The first is the factor that is no power of two, perhaps 1."""
     if length < 1:
         raise QuantError(f"vectors of length {length} cannot be rotated; they need one element or more")
     odd = length // (length & -length)
@@ -111,7 +113,9 @@ def _sylvester(rows: int) -> np.ndarray:
 
 
 def _paley(rows: int) -> np.ndarray | None:
-    """A Hadamard matrix of `q + 1` rows for a prime `q = 3 (mod 4)`, of `2 (q + 1)` for `q = 1 (mod 4)`; None for other numbers.
+    """A Hadamard matrix by Paley's construction, or None.
+
+    It has `q + 1` rows for a prime `q = 3 (mod 4)`, or `2 (q + 1)` for a prime `q = 1 (mod 4)`.
 
     >>> [n for n in range(4, 62, 4) if _paley(n) is not None]
     [4, 8, 12, 20, 24, 28, 32, 36, 44, 48, 60]
@@ -126,7 +130,10 @@ def _paley(rows: int) -> np.ndarray | None:
 
 
 def _bordered(prime: int, side: int) -> np.ndarray:
-    """Jacobsthal's matrix of a prime (1 for a difference that is a square, -1 for others) with a row of 1 and a column of `side`."""
+    """Jacobsthal's matrix of a prime, with a border.
+
+    It is 1 for a difference that is a square, -1 for others. The border is a row of 1 and a column of `side`.
+    """
     squares = {k * k % prime for k in range(1, prime)}
     values = np.array([0, *(1 if k in squares else -1 for k in range(1, prime))])
     matrix = np.zeros((prime + 1, prime + 1))
@@ -142,7 +149,7 @@ def _is_prime(n: int) -> bool:
 def rotated(
     a: Float[Array, "..."], b: Float[Array, "..."], a_axis: int, b_axis: int, rows: int, words: UInt32[Array, " w"]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Rotates both arrays by random signs and a Hadamard matrix, in blocks of `rows` elements along their axes.
+    """Rotates both arrays by random signs and a Hadamard matrix. It rotates blocks of `rows` elements along their axes.
 
     Each block is multiplied by the same random signs and a Hadamard matrix. This spreads outliers over the block, so that
     low-bit codes lose less; a product that contracts the two axes is unchanged.

@@ -129,7 +129,7 @@ class Arm:
 
     @classmethod
     def from_json(cls, form: object) -> Self:
-        """The arm of a JSON form; a scheme's name is an arm that quantizes the gradient in it."""
+        """The arm of a JSON form. A scheme's name is an arm that quantizes the gradient in it."""
         if isinstance(form, cls):
             return form
         if isinstance(form, str):

@@ -29,7 +29,7 @@ def psum_scatter(
     tiled: bool = False,
     key: Key[Array, ""] | None = None,
 ) -> Float[Array, "..."]:
-    """`jax.lax.psum_scatter` in few bits: device `d` gets `sum_s Q(x_s[d])`, for the chunks `x_s[d]` of the devices `s`.
+    """`jax.lax.psum_scatter` in few bits. Device `d` gets `sum_s Q(x_s[d])`, for the chunks `x_s[d]` of the devices `s`.
 
     Within `jax.shard_map`. The devices add in the order of their indices, so every run gives the same bytes.
 

@@ -206,7 +206,10 @@ class RaggedDot(AbstractBilinear):
         return coded_product(self._code_product_backward(is_left, extra), gradient, other, accumulator)
 
     def _code_product_backward(self, is_left: bool, extra: Extra) -> CodeProduct:
-        """The gradient of one operand as a product of the incoming gradient, on the left, and the other operand."""
+        """The product that gives the gradient of one operand.
+
+        It multiplies the incoming gradient, on the left, and the other operand.
+        """
 
         def of_rows(x: jax.Array, is_gradient: bool) -> jax.Array | None:
             if x.shape[-1] != 1:

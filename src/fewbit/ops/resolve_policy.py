@@ -50,7 +50,7 @@ class ProductConfig:
         return self.policy.dlhs
 
     def scale(self, scales: StepScales | None, is_left: bool) -> jax.Array | None:
-        """The delayed scale of an operand; None where the scale comes from the operand itself."""
+        """The delayed scale of an operand. None where the scale comes from the operand itself."""
         if scales is None:
             return None
         if is_left == self.weight_is_left:
@@ -102,7 +102,7 @@ def resolved(
 
 
 def operand(x: ArrayLike | QArray, what: str) -> jax.Array | QArray:
-    """An operand as an array or a valid QArray; `what` names it in the QuantError of leaves that do not fit the scheme."""
+    """An operand as an array or a valid QArray. `what` names it in the QuantError of leaves that do not fit the scheme."""
     if not isinstance(x, QArray):
         return jnp.asarray(x)
     refuse_invalid(x, what)

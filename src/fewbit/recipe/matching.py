@@ -88,7 +88,10 @@ def _matching(
 
 
 def _candidates(names: list[str]) -> Callable[[Rule], list[str]]:
-    """A function of a rule that returns the names with the literal prefix of its path, in their order."""
+    """A function that returns the names that a rule may match.
+
+    They begin with the literal prefix of its path, and are in their order.
+    """
     places, ordered = {name: i for i, name in enumerate(names)}, sorted(names)
 
     def of_rule(rule: Rule) -> list[str]:
@@ -135,7 +138,7 @@ def stacked_axes(uses: tuple[Use, ...]) -> tuple[int, ...]:
 
 
 def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:
-    """The casts shared by all products and look-ups of a parameter; it is quantized after them.
+    """The casts shared by all products and look-ups of a parameter. It is quantized after them.
 
     Where one use reads it uncast, or two cast it to different dtypes, there are none: all uses share one set of codes, and
     each casts the decoded numbers.
@@ -145,7 +148,7 @@ def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:
 
 
 def contracted_axes(uses: tuple[Use, ...]) -> tuple[int, ...]:
-    """The axes, negative, that the products of a parameter contract; of several products, those of all."""
+    """The axes, negative, that the products of a parameter contract. With several products, they are those of all."""
     return tuple(sorted({a for use in uses if use.op in PRODUCT_OPS for a in use.axes}))
 
 
@@ -184,7 +187,7 @@ def tile_axes(
 
 
 def resolved_sparsity(path: str, leaf: Leaf, uses: tuple[Use, ...], rule: Rule | None) -> Sparsity | None:
-    """The sparsity of one parameter with its axes, negative; None where it stays dense."""
+    """The sparsity of one parameter with its axes, negative. None where it stays dense."""
     if rule is None or rule.sparsity is None or why_unquantizable(leaf) is not None:
         return None
     axis = rule.sparsity.axis or rule.axis

@@ -100,7 +100,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The plan of a JSON form; its bytes are counted again, since it may have been edited.
+        """The plan of a JSON form. Its bytes are counted again, since it may have been edited.
 
         Raises:
             QuantError: for an unknown or missing key, and for a row whose parameter cannot be quantized as it says.

@@ -59,7 +59,7 @@ class Recipe:
         return "\n  ".join([self.name, *map(str, self.rules), *(f"product {rule}" for rule in self.products)])
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form; the description and the products' rules only where there are any."""
+        """The JSON form. It has the description and the products' rules only where there are any."""
         form: dict[str, Any] = {"name": self.name, "rules": [rule.to_json() for rule in self.rules]}
         if self.description:
             form["description"] = self.description
@@ -69,7 +69,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The recipe of a JSON form; an unknown key raises QuantError with the nearest name."""
+        """The recipe of a JSON form. An unknown key raises QuantError with the nearest name."""
         fields = checked(form, RECIPE, "a recipe")
         for key in ("rules", "products"):
             if key in fields:
@@ -83,7 +83,7 @@ class Recipe:
 
 
 def _rule(form: Mapping[str, Any], place: str) -> Rule:
-    """The rule of a checked form; errors in its schemes and expressions name their place."""
+    """The rule of a checked form. Errors in its schemes and expressions name their place."""
     try:
         return Rule.from_json(form)
     except QuantError as error:

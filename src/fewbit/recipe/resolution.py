@@ -207,7 +207,7 @@ def _of_parameter(path: str, leaf: Leaf, role: Role, source: str, uses: tuple[Us
 
 
 def _negative(axis: tuple[int, ...], path: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes counted from the end; QuantError for an axis out of range or one that a loop runs over."""
+    """The axes counted from the end. QuantError for an axis out of range or one that a loop runs over."""
     for a in axis:
         if not -len(shape) <= a < len(shape):
             raise QuantError(f"{path} {shape}: axis is {a}, must be from {-len(shape)} to {len(shape) - 1}")

@@ -59,7 +59,7 @@ QUANTIZED_ROLES = (*WEIGHT_ROLES, Role.EMBEDDING)
 
 
 def as_role(name: str, what: str = "role") -> Role:
-    """The Role of a name; an unknown one raises QuantError with the names near it."""
+    """The Role of a name. An unknown one raises QuantError with the names near it."""
     try:
         return Role(name)
     except ValueError:

@@ -41,7 +41,7 @@ class TensorRole:
             raise QuantError(f"{self.role.words} needs the axis that its product contracts, such as -1 of [out, in]")
 
     def uses(self, ndim: int) -> tuple[Use, ...]:
-        """The use that the role implies for a parameter of `ndim` axes, as a trace would find it."""
+        """The use that the role implies for a parameter. It is what a trace would find for a parameter of `ndim` axes."""
         if any(a < -ndim for a in self.axis):
             raise QuantError(f"{self.role.words} of axis {self.axis} has {ndim} axes only")
         match self.role:

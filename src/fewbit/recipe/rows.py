@@ -68,7 +68,7 @@ class PlanRow:
         return math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form; the sparsity, the casts and the contracted axes only where there are some."""
+        """The JSON form. It has the sparsity, the casts and the contracted axes only where there are some."""
         form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"role": str(self.role)}
         for key, value in tuple(form.items()):
             if isinstance(value, tuple):
@@ -138,7 +138,7 @@ PRODUCT_ROW = form_of(ProductRow, policy=_POLICY, shapes=list[_SHAPE])
 
 
 def _row_fields(form: Mapping[str, Any], schema: type[msgspec.Struct], what: str) -> dict[str, Any]:
-    """The fields of a row from its JSON form: lists as tuples, and the policy as a Policy."""
+    """The fields of a row from its JSON form. Lists become tuples, and the policy a Policy."""
     fields = checked(form, schema, what)
     fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
     if fields["policy"] is not None:

@@ -146,7 +146,7 @@ class Rule:
 
     @classmethod
     def from_json(cls, form: object) -> Self:
-        """The rule of a JSON form; an unknown key raises QuantError with the nearest name."""
+        """The rule of a JSON form. An unknown key raises QuantError with the nearest name."""
         return cls(**checked(form, RULE, "a rule"))
 
 

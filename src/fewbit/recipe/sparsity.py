@@ -118,7 +118,7 @@ class Sparsity:
         return SparsityState(mask, now + 1)
 
     def apply(self, w: Float[Array, "*s"], state: SparsityState) -> Float[Array, "*s"]:
-        """The weights, exact zeros where the mask prunes; its gradient is as `gradient` says.
+        """The weights, exact zeros where the mask prunes. Its gradient is as `gradient` says.
 
         Args:
             w: the weights.

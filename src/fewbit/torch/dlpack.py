@@ -50,7 +50,7 @@ def operand(t: torch.Tensor) -> np.ndarray | jax.Array:
 
 
 def array(t: torch.Tensor) -> jax.Array:
-    """The JAX array of a tensor; it shares its memory if contiguous and aligned."""
+    """The JAX array of a tensor. It shares its memory if contiguous and aligned."""
     return jax.dlpack.from_dlpack(t.detach().contiguous())
 
 

@@ -310,7 +310,7 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 def _codes_product(x: QTensor, q: QTensor, backend: Backend | None) -> torch.Tensor:
-    """The matmul of two QTensors: of their codes if no scale varies along the contraction axis."""
+    """The matmul of two QTensors. It multiplies their codes if no scale varies along the contraction axis."""
     name, _ = _chosen(x, q, backend)
     if name == "triton":
         return codes_by_triton(x, q, config_of(q.device), gpu_of(q.device))
@@ -352,7 +352,7 @@ def unsupported(x: torch.Tensor | QTensor, q: QTensor) -> str | None:
 
 
 def unsupported_codes(x: QTensor, q: QTensor, capability: tuple[int, int]) -> str | None:
-    """Why the kernels do not multiply codes with codes on this compute capability; None when they do."""
+    """Why the kernels do not multiply codes with codes. The reason may be this compute capability. None when they do."""
     fmt = x.scheme.format
     if fmt.bits != 8 or fmt.bits != q.scheme.format.bits or isinstance(fmt, Integer) != isinstance(q.scheme.format, Integer):
         return f"codes of {fmt.name} and {q.scheme.format.name}, must be int8 and int8, or fp8 and fp8"
@@ -420,7 +420,7 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch
 
 
 def or_unread(q: QTensor, table: torch.Tensor | None) -> list[torch.Tensor]:
-    """Zero point, tensor scale and codebook; the scale in place of absent ones, which the kernels do not read."""
+    """Zero point, tensor scale and codebook. The scale takes the place of absent ones, which the kernels do not read."""
     return [q.scale if operand is None else operand for operand in (q.zero_point, q.tensor_scale, table)]
 
 

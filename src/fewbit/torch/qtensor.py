@@ -203,7 +203,10 @@ class QTensor(torch.Tensor):
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """Its plain tensors: codes, scale (the leaves of a quantized scale), zero point, tensor scale."""
+        """The plain tensors of the QTensor.
+
+        They are codes, scale (the leaves of a quantized scale), zero point, tensor scale.
+        """
         found: list[torch.Tensor] = []
         for name in self.form.parts:
             part = getattr(self, name)
@@ -361,7 +364,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check(q: QTensor) -> None:
-    """Raises QuantError if the parts of a QTensor do not match each other, its scheme and its shape."""
+    """Raises QuantError if the parts of a QTensor do not match. They must match each other, its scheme and its shape."""
     if not q.dtype.is_floating_point:
         raise QuantError(f"a QTensor has a floating dtype, not {q.dtype}")
     if len({leaf.device for leaf in q.leaves}) > 1:
@@ -382,7 +385,7 @@ def _check(q: QTensor) -> None:
 
 
 def to_qarray(q: QTensor) -> QArray:
-    """The QArray of a QTensor: the same bytes, not copied if contiguous and 64-byte aligned.
+    """The QArray of a QTensor. It has the same bytes, not copied if contiguous and 64-byte aligned.
 
     Args:
         q: the QTensor, on a CPU or on a GPU that JAX uses.
@@ -407,7 +410,7 @@ def to_qarray(q: QTensor) -> QArray:
 
 
 def from_qarray(q: QArray, device: torch.device | str = "cpu") -> QTensor:
-    """The QTensor of a QArray: the same bytes, not copied if they are on `device`.
+    """The QTensor of a QArray. It has the same bytes, not copied if they are on `device`.
 
     Args:
         q: the QArray, of any scheme and policy.
@@ -444,7 +447,10 @@ def _with_leaves(q: QArray, change: Callable[[Any], torch.Tensor]) -> QTensor:
 def _mapped_parts(
     q: QTensor | QArray, on_leaf: Callable[[Any], torch.Tensor], on_scale: Callable[[Any], QTensor]
 ) -> dict[str, Any]:
-    """The parts of a QTensor or QArray, with `on_scale` applied to a quantized scale and `on_leaf` to all others."""
+    """The parts of a QTensor or QArray, with functions applied.
+
+    `on_scale` is applied to a quantized scale, and `on_leaf` to all others.
+    """
     changed: dict[str, Any] = dict.fromkeys(_PARTS)
     for name in _PARTS:
         part = getattr(q, name)
@@ -490,7 +496,10 @@ def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
 
 @functools.lru_cache(maxsize=4096)
 def _moved(form: Form, scales: tuple[int, ...], order: tuple[int, ...], of_scale: Form | None) -> Form:
-    """The form after a permutation; where the scale shape contradicts a tile, as in stacks, it determines the tile."""
+    """The form after a permutation of the axes.
+
+    Where the scale shape contradicts a tile, as in stacks, it determines the tile.
+    """
     named, ndim = form.scheme.tiles(len(form.shape)), len(form.shape)
     real = [_tile(*axis) for axis in zip(named, tile_counts(form.shape, named), scales, form.shape, strict=True)]
     scheme = form.scheme.with_tiles(tuple(real[a] for a in order), order.index(form.scheme.pack_axis + ndim) - ndim)
@@ -506,7 +515,7 @@ def _tile(named: Tile, expected: int, count: int, length: int) -> Tile:
 
 
 def in_memory_order(q: QTensor) -> tuple[QTensor, tuple[int, ...]]:
-    """The QTensor with its axes in memory order, and the position of each axis of `q` in it.
+    """The QTensor with its axes in memory order. Also returns the position of each axis of `q` in it.
 
     Kernels would have to copy a transposed view; they read the contiguous original instead.
     """

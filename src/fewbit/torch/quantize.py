@@ -311,7 +311,7 @@ handover.operator("rows(Tensor ids, Tensor[] leaves, str form) -> Tensor", _rows
 
 
 def taken(q: QTensor, at: torch.Tensor) -> QTensor:
-    """Selects rows (of the first axis) of a QTensor; they stay quantized, each with its own scale.
+    """Selects rows (of the first axis) of a QTensor. They stay quantized, each with its own scale unless all share one.
 
     Args:
         q: the QTensor; its codes are not packed along the first axis.

@@ -56,7 +56,7 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
 def _ragged(
     x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int, group_sizes: torch.Tensor, backend: str
 ) -> torch.Tensor:
-    """`x [M, K]` in groups times the matrices of a form, contracting the given axis of them."""
+    """`x [M, K]` in groups times the matrices of a form. It contracts the given axis of the matrices."""
     q = w = form_of(form).qtensor(leaves)
     if axis == 2:
         w = permuted(q, (0, 2, 1))
@@ -176,7 +176,7 @@ def unsupported(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor) -> str |
 
 
 def unsupported_stack(q: QTensor) -> str | None:
-    """Why the kernels do not support a stack of matrices, on any device; None when they do."""
+    """Why the kernels do not support a stack of matrices. The reason holds on any device. None when they do."""
     if q.policy is not None:
         return "the matrices have a policy, which the kernels do not support"
     if q.scheme.tiles(3)[0] not in (None, 1):

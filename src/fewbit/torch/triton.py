@@ -40,7 +40,7 @@ def is_installed() -> bool:
 
 
 def unsupported(device: torch.device, scheme: Scheme, shape: tuple[int, ...], work: Work = "quantize") -> str | None:
-    """Why the Triton kernels do not support the work on a tensor; None when they do."""
+    """Why the Triton kernels do not support the work on a tensor. None when they do."""
     if device.type != "cuda":
         return f"the tensor is on {device.type}; the kernels need a CUDA device"
     if not is_installed():
@@ -85,7 +85,7 @@ def quantized(W: torch.Tensor, scheme: Scheme, H: torch.Tensor | None = None) ->
 
 
 def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
-    """The tensor scale of the scheme's calibration, as fewbit in JAX has it; None without one.
+    """The tensor scale of the scheme's calibration, as fewbit in JAX has it. None without one.
 
     The largest finite magnitude over the largest product of a number and a scale, or, for a calibration that searches it, the best of
     a few multiples of that; the search runs in JAX on the CPU.
@@ -105,7 +105,7 @@ def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
 def leaves_of(
     W: torch.Tensor, scheme: Scheme, unit: torch.Tensor | None, given: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The packed codes and the stored scales of a tensor, with as many axes as it has.
+    """The packed codes and the stored scales of a tensor. They have as many axes as the tensor.
 
     Args:
         W: the tensor.
@@ -140,7 +140,7 @@ def largest_magnitude(W: torch.Tensor) -> torch.Tensor:
 
 
 def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
-    """The scales `[rows, tiles]` of least `r^T H r`, among the calibration's and all of the scale format."""
+    """The scales `[rows, tiles]` of least `r^T H r`. They are chosen among the calibration's and all of the scale format."""
     from ..kernels.quantize.gpu import hessian as triton_hessian  # it needs Triton
 
     problem, holder = problem_of(scheme, tuple(W.shape)), scheme.scale

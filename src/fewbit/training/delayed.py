@@ -77,7 +77,7 @@ class DelayedScale:
         return self.advance(largest_magnitude(jnp.asarray(x)))
 
     def advance(self, amax: Float[ArrayLike, "*b"]) -> Self:
-        """The state after a step with a known amax; as `update` of an array with it.
+        """The state after a step with a known amax. It is as `update` of an array with this amax.
 
         Args:
             amax: the amax; of a stacked state one for each element.

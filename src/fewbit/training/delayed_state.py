@@ -81,7 +81,7 @@ class DelayedState:
     weightless: Mapping[str, ProductScales] = dataclasses.field(default_factory=dict)
 
     def advance(self, seen: "DelayedState") -> Self:
-        """The state after a step: its amax enter the histories, from which the next scales follow.
+        """The state after a step. Its amax enter the histories, from which the next scales follow.
 
         Args:
             seen: the gradient of the loss with respect to this state, or several of them `merge`d.

@@ -61,9 +61,10 @@ def activation_kind(text: str | None) -> bool:
 
 
 def cache_policy(kv: str | None, per: str | None, *, int8_activations: bool = False) -> KVPolicy | None:
-    """The policy of a KV cache, from the text of two options: schemes as in "int8" or "int8,int4", and what shares a scale.
+    """The policy of a KV cache, from the text of two options.
 
-    With int8 activations the queries of an int8 cache are int8, too.
+    They are schemes as in "int8" or "int8,int4", and what shares a scale. With int8 activations the queries of an int8 cache
+    are int8, too.
 
     Raises:
         QuantError: for a scheme that a KV cache does not take, or a second text without the first.
@@ -77,7 +78,7 @@ def cache_policy(kv: str | None, per: str | None, *, int8_activations: bool = Fa
 
 
 def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:
-    """Gives the quantized weights of a decoder policies with int8 activations, where kernels multiply integers.
+    """Gives the quantized weights of a decoder int8 activations. They get policies where kernels multiply integers.
 
     An activation has one scale for each block of the weight along the contraction; for a weight with one scale a row, one for
     each token. Tables of numbers that are no integers (NF4) are rounded to int8: `Codebook.in_int8`. A weight that has a policy
@@ -115,7 +116,10 @@ def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:
 
 
 def with_int8_table(q: QArray) -> QArray:
-    """The weight with its table of numbers rounded to int8, where it has one of up to 7 bits and kernels cannot multiply it."""
+    """The weight with its codebook rounded to int8, if kernels need it.
+
+    Kernels need it for a table of up to 7 bits that they cannot multiply.
+    """
     fmt = q.scheme.format
     if not isinstance(fmt, Codebook) or fmt.bits == 8 or block_numbers(fmt) is not None:
         return q
@@ -123,7 +127,10 @@ def with_int8_table(q: QArray) -> QArray:
 
 
 def int8_activation(q: QArray, axis: int = -1) -> Scheme:
-    """The int8 scheme with the blocks of a weight along its contraction axis; one scale a row where it has no blocks."""
+    """The int8 scheme with the blocks of a weight.
+
+    They are those along its contraction axis; one scale a row where it has no blocks.
+    """
     tile = q.tiles[axis]
     if tile is None or tile >= q.shape[axis]:
         return as_scheme("int8")
@@ -131,7 +138,10 @@ def int8_activation(q: QArray, axis: int = -1) -> Scheme:
 
 
 def activation_refusal(q: QArray, activation: Scheme, axis: int = -1) -> str | None:
-    """Why no kernel multiplies integers of a matrix, contracted along `axis`, and activations; None if one does."""
+    """Why no kernel multiplies integers of a matrix and activations.
+
+    The matrix is contracted along `axis`. None if one does.
+    """
     x = Operand((1, q.shape[axis]), q.dtype.name, activation)
     problem = Problem(x, Operand.of(q), (((1,), (axis % 2,)), ((), ())))
     refusal = block_refusal(problem)

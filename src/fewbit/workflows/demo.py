@@ -48,7 +48,10 @@ class Demo:
 
 @dataclasses.dataclass(frozen=True)
 class DemoStep:
-    """One recipe's result, with its parameters; `outcome` is the directory that was written, for the recipe `WRITTEN` only."""
+    """One recipe's result, with its parameters.
+
+    `outcome` is the directory that was written, for the recipe `WRITTEN` only.
+    """
 
     candidate: Candidate
     sample: Sample

@@ -70,7 +70,9 @@ def transformers_of(model: Model) -> TransformersEngine:
 
 
 def as_stored(model: Model) -> Model:
-    """The model with its parameters as in the checkpoint's files, which transformers knows, and with its tokenizer.
+    """The model with its parameters as in the checkpoint's files.
+
+    transformers knows these parameters. The model also gets its tokenizer.
 
     Args:
         model: a model as `load` gives it.
@@ -102,7 +104,7 @@ def as_stored(model: Model) -> Model:
 
 
 def _tokenizer(model: Model) -> Tokenizer:
-    """The tokenizer of a model's small files: read by fewbit if it has a `tokenizer.json`, else by transformers."""
+    """The tokenizer of a model's small files. fewbit reads it if it is a `tokenizer.json`, else transformers does."""
     others = ("tokenizer.model", "vocab", "spiece", "sentencepiece")
     if "tokenizer.json" in model.files or not any(name.startswith(others) for name in model.files):
         return tokenizer_from_files(model.files)

@@ -325,7 +325,7 @@ def check_language_model(engine: Engine) -> None:
 
 
 def checked_network(engine: Engine, paths: Iterable[str], load: Callable[[str], Value]) -> LogitsFn:
-    """The network of a language model; one that transformers runs is checked to be causal.
+    """The network of a language model. One that transformers runs is checked to be causal.
 
     Raises:
         QuantError: when the weights do not fit the architecture.
@@ -338,7 +338,7 @@ def checked_network(engine: Engine, paths: Iterable[str], load: Callable[[str], 
 
 
 def block_outputs(network: LogitsFn, windows: np.ndarray) -> Outputs:
-    """The output of each block for the first window, if transformers runs the network; else nothing."""
+    """The output of each block for the first window. It is empty unless transformers runs the network."""
     if not isinstance(network, TransformersNetwork):
         return {}
     return network.blocks({"input_ids": np.asarray(windows[:1, :-1], np.int64)})
@@ -354,7 +354,9 @@ def quantized_activations(network: LogitsFn) -> Activations | None:
 def recorded(
     network: LogitsFn, windows: np.ndarray, *, vocab: int | None, progress: Progress | None = None
 ) -> tuple[LogitsFn, Perplexity]:
-    """The logits of all windows as a function of the tokens, without the network if they take less than 1 GiB.
+    """The logits of all windows, as a function of the tokens.
+
+    It does not run the network again if the logits take less than 1 GiB.
 
     Args:
         network: the network.
@@ -424,12 +426,15 @@ def evaluation_windows(
 
 
 def batch_size(vocab: int | None, windows: np.ndarray) -> int:
-    """The windows of a batch: as many as keep the logits within 256 MiB, at most 16."""
+    """The number of windows in a batch. It is as many as keep the logits within 256 MiB, at most 16."""
     return min(max(_LOGIT_BYTES // (4 * (vocab or 1) * (windows.shape[1] - 1)), 1), 16)
 
 
 def stacked(params: PyTree) -> PyTree:
-    """The parameters as JAX arrays, with q/k/v and gate/up fused where quantized, experts and identical layers stacked."""
+    """The parameters as JAX arrays, fused and stacked.
+
+    q/k/v and gate/up are fused where quantized; experts and identical layers are stacked.
+    """
     return stack_layers(stack_experts(fuse_weights(jax.tree.map(jnp.asarray, params))))
 
 

@@ -169,7 +169,10 @@ class _TokenLoop:
         self.steps = self.count = 0
 
     def tokens(self, ids: np.ndarray, padded: int) -> Iterator[int]:
-        """The tokens after a prompt, which is padded to a length, up to a stop token or the generator's limit."""
+        """The tokens that are generated after a prompt.
+
+        The prompt is padded to a length. Generation ends at a stop token or at the generator's limit.
+        """
         prompt = jnp.asarray(np.pad(ids, (0, padded - len(ids)))[None, :], jnp.int32)
         length = jnp.int32(len(ids))
         prefill = self._compiled(self._generator.start, prompt, self._key, length)
@@ -194,7 +197,7 @@ class _TokenLoop:
     def _compiled(
         self, fn: Callable[..., GenerationState], x: PyTree, *arrays: jax.Array | None, is_donated: bool = False
     ) -> Callable[..., tuple[GenerationState, jax.Array]]:
-        """Compiles a method of the generator; the program returns the state and its last token.
+        """Compiles a method of the generator. The program returns the state and its last token.
 
         It takes the leaves of the parameters, the leaves of `x`, a prompt or a state, and the other arguments. A state is
         donated: the next one is in its memory, so that the KV cache is not copied at each step.

@@ -111,7 +111,7 @@ def _runnable(model: Model, checkpoint: Checkpoint) -> Model:
 
 
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, NameTable | None]:
-    """The configuration in the checkpoint's metadata, and its naming scheme; None: our own paths."""
+    """The configuration in the checkpoint's metadata, and its naming scheme. A scheme of None means our own paths."""
     metadata = checkpoint.metadata
     if checkpoint.kind == "gguf":
         return config_from_gguf(metadata, checkpoint.tensors), gguf_table_of(metadata)
@@ -131,7 +131,7 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, NameTable | None]:
 
 
 def _names(checkpoint: Checkpoint, table: NameTable | None, config: DecoderConfig) -> dict[str, str]:
-    """The tensor name of each parameter path, in the order of the architecture; checks shapes."""
+    """The tensor name of each parameter path, in the order of the architecture. It also checks shapes."""
     stored = {name: info.shape for name, info in checkpoint.tensors.info.items()}
     if table is not None:
         return names_by_path(stored, table, config)

@@ -63,7 +63,7 @@ class Model:
 
     @property
     def architecture(self) -> str:
-        """The `model_type` of config.json, or "decoder" without one; "unknown" if the model cannot be run."""
+        """The `model_type` of config.json, or "decoder" without one. "unknown" if the model cannot be run."""
         if self.config is None:
             return "unknown"
         return str(self.metadata.get("model_type", "decoder"))
@@ -136,7 +136,7 @@ def check_no_rotated_inputs(model: Model) -> None:
 
 
 def is_kept(row: PlanRow, info: TensorInfo) -> bool:
-    """Whether the file already stores the parameter in the planned scheme, so that it is copied without loss."""
+    """Whether the file already stores the parameter in the planned scheme. It is then copied without loss."""
     if row.policy is None or info.scheme is None or row.stacked or row.sparsity is not None:
         return False
     return laid_along(row.policy.weight, row.axis, row.shape) == info.scheme

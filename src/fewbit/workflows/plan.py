@@ -132,7 +132,7 @@ def _ranges(numbers: list[int]) -> Iterator[str]:
 
 
 def _check_not_foreign(model: Model) -> None:
-    """Refuses weights whose scales are separate tensors: they would be quantized as if codes were floats."""
+    """Refuses weights whose scales are separate tensors. They would be quantized as if codes were floats."""
     foreign = model.metadata.get("quantization_config")
     if foreign is not None:
         method = "unknown"
@@ -145,7 +145,10 @@ def _check_not_foreign(model: Model) -> None:
 
 
 def _resolved(model: Model, recipe: RecipeSpec) -> Plan:
-    """Resolves the recipe against the traced model, or against flat tensors; rows are in the order of the file."""
+    """The plan of a recipe, with rows in the order of the file.
+
+    The recipe is resolved against the traced model, or against flat tensors.
+    """
     structs = {path: _struct(info) for path, info in model.info.items()}
     config = model.config
     if config is None:
@@ -170,7 +173,7 @@ def _struct(info: TensorInfo) -> jax.ShapeDtypeStruct:
 
 
 def _with_file_sizes(row: PlanRow, info: TensorInfo) -> PlanRow:
-    """Sets the bytes of the file, and says what happens to a parameter that is stored quantized."""
+    """Sets the bytes of the file, and the reason. The reason says what happens to a parameter that is stored quantized."""
     row, reason = dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes), ""
     after = info.nbytes
     if is_kept(row, info):

@@ -167,7 +167,7 @@ def _passes(count: int, on_layer: Callable[[int, int], None] | None) -> list[Cal
 
 
 def _earlier_results(journal: Journal, load: Callable[[str], Value], sources: Mapping[str, str]) -> dict[str, TensorResult]:
-    """The results of the tensors that earlier runs computed; the journal ends where the source has changed since."""
+    """The results of the tensors that earlier runs computed. The journal is cut where the source has changed since."""
     found = {}
     for index, line in enumerate(journal.lines):
         if "row" not in line:

@@ -105,7 +105,7 @@ def source_report(
     windows: int = INPUT_WINDOWS,
     progress: Callable[[float, str], None] | None = None,
 ) -> Report:
-    """The report of models whose facts are known: measures the inputs of the source's products on the calibration text.
+    """The report of models whose facts are known. It measures the inputs of the source's products on the calibration text.
 
     Args:
         source: the model that they were quantized from.
@@ -208,7 +208,7 @@ def quantized_report(
     why_no_quality: str = "",
     progress: Callable[[float, str], None] | None = None,
 ) -> Report:
-    """The report of a model that was just quantized; its quality is not measured again.
+    """The report of a model that was just quantized. Its quality is not measured again.
 
     Args:
         model: the model, loaded from where it was written.
@@ -256,7 +256,10 @@ def _facts(model: Model, source: Model, stored: StoredModel, made: Plan | None, 
 
 
 def _check_same_parameters(model: Model, source: Model) -> None:
-    """Refuses a source whose parameters have other names or shapes than the model's; rotating may add some."""
+    """Refuses a source with other parameters than the model's.
+
+    Names and shapes are compared, unless the rotations differ: rotating may add some.
+    """
     if model.facts.get("rotation_seed") != source.facts.get("rotation_seed"):
         return
     advice = "pass the model that it was quantized from as the source (--against)"
@@ -274,7 +277,7 @@ def _check_same_parameters(model: Model, source: Model) -> None:
 
 
 class _QualityMeasurement:
-    """Measures models against a source, which is evaluated once for those of one engine and tokenizer.
+    """Measures models against a source. The source is evaluated once for the models of one engine and tokenizer.
 
     Args:
         source: the model that they were quantized from.
@@ -327,7 +330,7 @@ def _origin(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text(facts: Mapping[str, Any], *keys: str) -> str:
-    """The text under these keys of a manifest, which may be anyone's; empty if there is none."""
+    """The text under these keys of a manifest. Empty if there is none: the manifest may be anyone's."""
     value: Any = facts
     for key in keys:
         if not isinstance(value, Mapping):
@@ -374,7 +377,7 @@ def _tensors(model: Model, source: Model, made: Plan | None, sqnr: Mapping[str, 
 
 
 def _plan(source: Model, recipe: RecipeSpec) -> Plan | None:
-    """The plan of a recipe for the source; None if there is no such recipe, or it does not fit."""
+    """The plan of a recipe for the source. None if there is no such recipe, or it does not fit."""
     try:
         return plan_model(source, recipe=recipe)
     except (QuantError, UnsupportedError):
@@ -397,7 +400,7 @@ def _role_reason(role: Role, is_quantized: bool) -> str:
 
 
 def _is_quantized(info: TensorInfo) -> bool:
-    """Whether the file stores a tensor as a QArray, or in fewer bits than it decodes to."""
+    """Whether the file stores a tensor quantized. That is as a QArray, or in fewer bits than it decodes to."""
     return info.scheme is not None or info.nbytes < math.prod(info.shape) * jnp.dtype(info.dtype).itemsize
 
 
@@ -430,6 +433,6 @@ def _histogram(model: Model, source: Model, tensor: TensorFacts) -> Histogram:
 
 
 def _in_units(x: np.ndarray, q: QArray) -> np.ndarray:
-    """`(x - offset) / scale` of each element, flat; blocks of scale zero and what is not finite are left out."""
+    """`(x - offset) / scale` of each element, flat. Blocks of scale zero and what is not finite are left out."""
     units = np.ravel(in_units(jnp.asarray(x), expanded_scale(q), expanded_offset(q)))
     return units[np.isfinite(units)]

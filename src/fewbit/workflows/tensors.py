@@ -192,7 +192,7 @@ def quantized_tensors(
 
 
 def _float_values(stored: Value, row: PlanRow) -> np.ndarray | jax.Array:
-    """The dequantized values; float64 is rounded to float32 if the row quantizes or prunes."""
+    """The dequantized values. Float64 is rounded to float32 if the row quantizes or prunes."""
     x = decoded(stored)
     if x.dtype != np.float64 or (row.policy is None and row.sparsity is None):
         return x

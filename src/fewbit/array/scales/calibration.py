@@ -118,7 +118,7 @@ class Target:
         return self.zero is not None
 
     def stored_zero(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
-        """The stored form of an offset: the code of `round(-offset / scale)`, or a float offset.
+        """The stored form of an offset. It is the code of `round(-offset / scale)`, or a float offset.
 
         An integer zero point is clipped so that all codes decode to finite numbers; no change for scales below
         `LARGEST / (max - min)`.
@@ -129,7 +129,10 @@ class Target:
         return jnp.clip(offset, -largest, largest).astype(self.zero)
 
     def stored_zero_up(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
-        """The stored form of an offset, rounded so that the range's lower end does not saturate. See `unsaturated`."""
+        """The stored form of an offset, for scales without saturation.
+
+        It is rounded so that the range's lower end does not saturate. See `unsaturated`.
+        """
         if isinstance(self.zero, AbstractFormat):
             return self.zero.encode(self._within_float32(jnp.ceil(quotient(-offset, scale)), scale))
         stored = self.stored_zero(offset, scale)
@@ -137,7 +140,10 @@ class Target:
         return jnp.where(stored.astype(jnp.float32) > offset, jnp.nextafter(stored, lowest), stored)
 
     def _within_float32(self, zero: jax.Array, scale: jax.Array) -> jax.Array:
-        """An integer zero point, clipped so that codes on both sides of it decode to finite numbers."""
+        """An integer zero point, clipped so that codes decode to finite numbers.
+
+        That holds for codes on both sides of it.
+        """
         most = jnp.floor(jnp.minimum(quotient(jnp.full_like(scale, LARGEST), scale), jnp.float32(2.0**20)))
         side = jnp.where(most * scale > LARGEST, most - 1, most)
         return jnp.minimum(jnp.maximum(zero, self.format.max - side), self.format.min + side)

@@ -68,7 +68,10 @@ def _tiled(x: ArrayLike, tile: int, axis: int) -> np.ndarray:
 
 
 def _centres(values: np.ndarray, weights: np.ndarray, count: int, rounds: int) -> np.ndarray:
-    """The `count` ascending positive numbers that, with zero, have the least weighted squared error (a local minimum)."""
+    """Positive numbers that, with zero, have the least weighted squared error.
+
+    There are `count`, in ascending order; the minimum is a local one.
+    """
     order = np.argsort(values, kind="stable")
     values, weights = values[order], weights[order]
     if len(np.unique(values[weights > 0])) < count:

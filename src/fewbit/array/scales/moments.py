@@ -33,7 +33,7 @@ class RMS(AbstractCalibration):
 
 @dataclasses.dataclass(frozen=True)
 class AbsMean(AbstractCalibration):
-    """Maps `factor * mean|x|` to the largest code: BitNet b1.58's ternary and XNOR-Net's binary scale.
+    """Maps `factor * mean|x|` to the largest code. This is BitNet b1.58's ternary and XNOR-Net's binary scale.
 
     For binary codes it has the least squared error. Elements beyond the range, which every tile has, keep their gradients,
     as in BitNet.

@@ -70,7 +70,7 @@ CALIBRATIONS.add("mx", MX)
 
 
 def bits_added(rule: str, fmt: AbstractFormat) -> int:
-    """The number below `2**23` that a rule adds to the bits of `amax` before it takes the exponent.
+    """The number that a rule adds to the bits of `amax`. It is below `2**23`, and is added before the exponent is taken.
 
     That exponent minus the exponent of `fmt.max` is the scale's. The rule "optimal" has its start, that of "rceil".
 

@@ -12,7 +12,7 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class SignedMax(AbstractCalibration):
-    """Maps the element `m` of largest magnitude to the most negative number: `scale = m / min`.
+    """Maps the element of largest magnitude to the most negative number. For this element `m`, `scale = m / min`.
 
     The scale may be negative, so the extra negative code of a full signed range is always used. Of equal magnitudes the
     first wins, as in ggml.

@@ -18,7 +18,9 @@ from .search.candidates import numbers_of
 
 
 def unsaturated(tiles: Tiles, target: Target, calibration: AbstractCalibration) -> Scale:
-    """The smallest scale (and offset) of each tile at which only elements clipped on purpose saturate.
+    """The smallest scale of each tile without unwanted saturation.
+
+    With its offset. Only elements clipped on purpose saturate.
 
     Args:
         tiles: the blocked array.
@@ -96,6 +98,6 @@ def _needed(low: jax.Array, high: jax.Array, fmt: AbstractFormat) -> jax.Array:
 
 
 def _covered(fmt: AbstractFormat) -> float:
-    """The largest number of the format plus half a step: the reach of rounding to nearest."""
+    """The largest number of the format plus half a step. Rounding to nearest reaches so far."""
     numbers = numbers_of(fmt)
     return float(1.5 * numbers[-1] - 0.5 * numbers[-2])

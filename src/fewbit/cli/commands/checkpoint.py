@@ -53,7 +53,10 @@ def plan(
     full: Full = False,
     json: Json = False,
 ) -> None:
-    """Shows what a recipe does to every parameter of a model, or chooses schemes for a number of bits; quantizes nothing."""
+    """Shows what a recipe does to every parameter of a model.
+
+    With --bits it chooses schemes for a number of bits. It quantizes nothing.
+    """
     from ...workflows.load import load
     from ...workflows.plan import plan_model, unknown_roles
     from ..console import emit_json, say
@@ -254,7 +257,10 @@ def imatrix(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT if it is an importance matrix.")] = False,
     json: Json = False,
 ) -> None:
-    """Writes the importance matrix of a model on a text, for --imatrix here and in llama.cpp's llama-quantize."""
+    """Writes the importance matrix of a model on a text.
+
+    It is for --imatrix here and in llama.cpp's llama-quantize.
+    """
     from ...io.gguf.imatrix import check_imatrix_output, write_imatrix
     from ...workflows.load import load
     from ...workflows.methods.calibration_data import WINDOWS, calibration_data
@@ -309,7 +315,10 @@ def convert(
 
 @app.command()
 def inspect(path: ModelPath, json: Json = False) -> None:
-    """Lists the tensors of a model's file or directory: how each is stored, and its bytes."""
+    """Lists the tensors of a model's file or directory.
+
+    It shows how each is stored, and its bytes.
+    """
     from ...workflows.inspect import inspect as inspected
     from ..console import emit_json, plain, say
     from ..render import inspection_lines, inspection_table

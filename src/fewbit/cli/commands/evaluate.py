@@ -66,10 +66,10 @@ def evaluate(
     inputs: Inputs = None,
     json: Json = False,
 ) -> None:
-    """Evaluates a model on a text: perplexity with its standard error, and its divergence from a reference.
+    """Evaluates a model on a text: perplexity, and divergence from a reference.
 
-    Encoders, encoder-decoders, speech and vision models run through transformers (pip install fewbit[transformers]). Their
-    outputs are compared with the reference's: cosine similarity, relative error.
+    The perplexity has a standard error. Encoders, encoder-decoders, speech and vision models run through transformers (pip
+    install fewbit[transformers]). Their outputs are compared with the reference's: cosine similarity, relative error.
     """
     from ...workflows.activations import activation_kind, cache_policy
     from ..run_report import show_evaluation
@@ -106,9 +106,10 @@ def compare(
     inputs: Inputs = None,
     json: Json = False,
 ) -> None:
-    """Quantizes a model by several recipes in memory and compares them: bytes, perplexity, KL, top-1.
+    """Quantizes a model by several recipes in memory and compares them.
 
-    A model without perplexity (an encoder, speech, vision) is compared by its outputs, through transformers.
+    It compares bytes, perplexity, KL and top-1. A model without perplexity (an encoder, speech, vision) is compared by its
+    outputs, through transformers.
     """
     from ...workflows.activations import activation_kind
     from ..run_report import show_comparison
@@ -200,7 +201,10 @@ def demo(
     full: Annotated[bool, typer.Option("--full", help="Show every row of the plan.")] = False,
     json: Json = False,
 ) -> None:
-    """Quantizes a real language model by five recipes and compares size, perplexity, KL, top-1 and a sample."""
+    """Quantizes a real language model by five recipes and compares the results.
+
+    It compares size, perplexity, KL, top-1 and a sample.
+    """
     from ..demo_report import show_demo
 
     rotation = rotation_seed(rotate, seed)

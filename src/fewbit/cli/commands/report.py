@@ -29,7 +29,10 @@ def report(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Writes one HTML page about quantized models: sizes, quality, the error of each weight, what stayed in float."""
+    """Writes one HTML page about quantized models.
+
+    It shows sizes, quality, the error of each weight, and what stayed in float.
+    """
     from ...evaluate.report.page import check_page_path, save_page
     from ...workflows.load import load
     from ...workflows.report import report as reported

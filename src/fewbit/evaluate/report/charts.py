@@ -233,7 +233,10 @@ def _style() -> Iterator[ModuleType]:
 
 
 def _svg(figure: "Figure", prefix: str, title: str) -> str:
-    """The figure as an `<svg>` element for a page: no header, metadata or style, ids of its own, the page's colour."""
+    """The figure as an `<svg>` element for a page.
+
+    It has no header, metadata or style, but ids of its own and the page's colour.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=_METADATA, transparent=True)
     text = buffer.getvalue()

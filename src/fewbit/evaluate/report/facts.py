@@ -116,7 +116,7 @@ class InputFacts:
 
     @property
     def peak(self) -> float:
-        """`amax / rms`: 4 to 5 for normal numbers; large where few channels or tokens stand out."""
+        """`amax / rms`, large where few channels or tokens stand out. It is 4 to 5 for normal numbers."""
         return self.amax / self.rms if self.rms > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class ModelFacts:
 
     @property
     def left_in_float(self) -> tuple[LeftInFloat, ...]:
-        """The tensors that are not quantized, by role and reason; those of most bytes first."""
+        """The tensors that are not quantized, by role and reason. Those of most bytes come first."""
         groups: dict[tuple[str, str], list[TensorFacts]] = {}
         for tensor in self.tensors:
             if not tensor.is_quantized:

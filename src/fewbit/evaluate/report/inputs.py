@@ -16,7 +16,9 @@ _UNSEEN = 16
 
 
 def input_section(report: Report) -> str:
-    """A map of the outliers by layer and product, and the worst of them; empty if it was left out with the quality.
+    """A map of activation outliers, and a table of the worst.
+
+    The map is by layer and product. Without measured inputs, the section says why there are none.
 
     Args:
         report: the facts.
@@ -48,7 +50,7 @@ def _input_row(one: InputFacts) -> str:
 
 
 def expert_section(report: Report) -> str:
-    """The tokens that the experts of each layer get; empty for a model without experts.
+    """The tokens that the experts of each layer get. Empty for a model without experts.
 
     Args:
         report: the facts.

@@ -22,7 +22,10 @@ def row(cells: Iterable[str]) -> str:
 
 
 def table(name: str, headings: Sequence[str], rows: Sequence[str], *, kind: str = "") -> str:
-    """A table in a box of its own that scrolls, by keyboard too; `#` begins the heading of a column of numbers."""
+    """A table in a box of its own that scrolls.
+
+    The keyboard scrolls it, too. A heading that begins with `#` is that of a column of numbers.
+    """
     head = "".join(map(_heading, headings))
     body = "\n".join(rows)
     content = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
@@ -36,7 +39,7 @@ def _heading(text: str) -> str:
 
 
 def box(content: str, name: str, kind: str) -> str:
-    """Content in a box that scrolls, by keyboard too; `name` is for screen readers."""
+    """Content in a box that scrolls, by keyboard too. `name` is for screen readers."""
     classes = f"box {kind}".strip()
     return f'<div class="{classes}" role="region" aria-label="{escape(name)}" tabindex="0">\n{content}\n</div>\n'
 

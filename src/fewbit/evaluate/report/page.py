@@ -357,7 +357,7 @@ def _nan_first(value: float) -> float:
 
 
 def _decibels(value: float | None) -> str:
-    """An SQNR; `=` for equal weights, nothing where it was not measured; NaN and minus infinity as they are."""
+    """An SQNR as text. `=` for equal weights, nothing where it was not measured; NaN and minus infinity as they are."""
     if value is None:
         return ""
     if value == math.inf:
@@ -391,7 +391,10 @@ def _percent(agreement: Estimate) -> str:
 
 
 def _summary_row(name: str, model: StoredModel, quality: Sequence[str], origin: Sequence[str]) -> str:
-    """A row of the summary, with the cells of its quality, and those of its recipe, method and source."""
+    """A row of the summary, with the given cells.
+
+    `quality` are the cells of the model's quality, `origin` those of its recipe, method and source.
+    """
     sizes = [number(f"{model.array_bytes / 1e6:,.2f}"), number("not written")]
     if model.file_bytes is not None:
         sizes[-1] = number(f"{model.file_bytes / 1e6:,.2f}")

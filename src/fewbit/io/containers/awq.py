@@ -143,7 +143,7 @@ def _group(module: str, info: Mapping[str, TensorInfo], config: Mapping[str, Any
 
 
 def _has_groups(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration names a group size, so that a single group is not a whole row by definition."""
+    """Whether the configuration names a group size. If so, a single group is not a whole row by definition."""
     size = config[_KEY].get("group_size", config[_KEY].get("q_group_size"))
     return isinstance(size, int) and size > 0
 

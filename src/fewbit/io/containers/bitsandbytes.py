@@ -117,7 +117,7 @@ def _has_known_scales(scheme: Scheme) -> bool:
 
 
 def _form(scheme: Scheme) -> tuple[str, bool, int | None]:
-    """What all weights of a directory have in common: codes, whether scales are quantized, and the block."""
+    """What all weights of a directory have in common. That is codes, whether scales are quantized, and the block."""
     kind = "int8" if isinstance(scheme.format, Integer) else kind_of(scheme)
     return kind, isinstance(scheme.scale, Scheme), scheme.tiles(2)[1]
 

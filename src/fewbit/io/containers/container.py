@@ -83,7 +83,10 @@ class AbstractContainer(abc.ABC):
         """Why the container cannot store a weight exactly; None if it can. Reads nothing but shapes and schemes."""
 
     def representable(self, q: QArray) -> QArray:
-        """A weight that was just quantized, with scales that the layout can express; by default the weight itself."""
+        """A weight that was just quantized, with scales of the layout.
+
+        These are scales that the layout can express. By default it is the weight itself.
+        """
         return q
 
     @abc.abstractmethod
@@ -122,13 +125,16 @@ class AbstractContainer(abc.ABC):
         """
 
     def refusal(self, weight: Weight) -> str | None:
-        """Why a weight cannot be stored, by its role or its scheme; None if it can."""
+        """Why a weight cannot be stored, by its role or its scheme. None if it can."""
         if weight.role not in self.roles:
             return f"weights of role {weight.role} are not quantized in it"
         return self.why_not(weight)
 
     def check(self, weights: Sequence[Weight]) -> None:
-        """Refuses weights that the container cannot store exactly, with the nearest schemes that fit, and none at all."""
+        """Refuses weights that the container cannot store exactly.
+
+        The message names the nearest schemes that fit. A container for quantized weights also refuses an empty list.
+        """
         if self.schemes and not weights:
             raise UnsupportedError(f"no weight is quantized, and {self.name} is for quantized models; hf stores float ones")
         reasons: dict[str, list[Weight]] = {}
@@ -236,7 +242,7 @@ def plain_array(value: Tensor) -> np.ndarray:
 
 
 def why_not_matrix(weight: Weight) -> str | None:
-    """Why a weight is not a matrix of a module, `[out, in]`, with its codes packed along the last axis."""
+    """Why a weight is not a module's matrix, packed along the last axis. Such a matrix is `[out, in]`. None for one."""
     if not weight.name.endswith(".weight"):
         return "it stores weights of modules, whose names end in .weight"
     if len(weight.shape) != 2:

@@ -38,7 +38,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class _Section(msgspec.Struct, frozen=True):
-    """JSON schema of the section in `config.json`; null blocks are one scale for the tensor."""
+    """The JSON schema of the section in `config.json`. Null blocks are one scale for the tensor."""
 
     weight_block_size: tuple[_Size, _Size] | None = (128, 128)
 

@@ -229,7 +229,7 @@ def _group_indices(layer: _Layer, order: np.ndarray, where: str) -> np.ndarray:
 
 
 def _group_length(layer: _Layer, settings: _Settings, order: np.ndarray | None) -> int | None:
-    """The inputs of a group; None: all; 0: the groups are not runs of one length (act-order)."""
+    """The number of inputs in a group. None: all; 0: the groups are not runs of one length (act-order)."""
     rows = layer.shape[1]
     for length in (settings.group_size, -(-rows // layer.groups)):
         is_count = length > 0 and -(-rows // length) == layer.groups
@@ -256,7 +256,10 @@ def _qarray(layer: _Layer, settings: _Settings, scheme: Scheme, where: str, arra
 
 
 def _floats(layer: _Layer, settings: _Settings, order: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The weight whose inputs are not in the order of their groups, as its program decodes it."""
+    """The decoded weight of a layer in act-order.
+
+    Its inputs are not in the order of their groups. It is decoded as its program does.
+    """
     data, zeros, scale = _decoded_parts(layer, settings, arrays)
     codes = codes_of_words(data, layer.bits).astype(np.int16) - zeros[:, order]  # [out, in]
     with np.errstate(all="ignore"):  # a damaged scale may be infinite
@@ -266,7 +269,7 @@ def _floats(layer: _Layer, settings: _Settings, order: np.ndarray, arrays: Mappi
 def _decoded_parts(
     layer: _Layer, settings: _Settings, arrays: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The packed codes of each row, its zero points and its scales; codes and zero points without sign."""
+    """The packed codes of each row, its zero points and its scales. Codes and zero points have no sign."""
     qweight, qzeros, scales = (arrays[f"{layer.module}.{part}"] for part in ("qweight", "qzeros", "scales"))
     codes = np.ascontiguousarray(qweight.T).view(np.uint8)  # [out, in * bits / 8]
     zeros = _zero_points(qzeros, layer.bits, settings)

@@ -11,7 +11,7 @@ from .container import AbstractContainer, Files, Weight
 
 
 class HuggingFace(AbstractContainer):
-    """Float tensors, as transformers writes them; quantized weights are dequantized before they are added."""
+    """Float tensors, as transformers writes them. Quantized weights are dequantized before they are added."""
 
     name = "hf"
     schemes = ()

@@ -49,7 +49,7 @@ _ALGORITHMS = {
 
 
 class ModelOpt(AbstractContainer):
-    """The layout of ModelOpt 0.47: NVFP4, and FP8 by tensor, by channel and in blocks of MXFP8."""
+    """The layout of ModelOpt 0.47, for NVFP4 and FP8. FP8 is by tensor, by channel and in blocks of MXFP8."""
 
     name = "modelopt"
     schemes = tuple(_ALGORITHMS)

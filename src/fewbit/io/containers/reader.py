@@ -46,7 +46,7 @@ def _counts(tensors: Tensors) -> str:
 
 
 def _with_hashes(checkpoint: Checkpoint) -> Checkpoint:
-    """Checks a directory that fewbit wrote against its manifest; each tensor's bytes when it is loaded."""
+    """Checks a directory that fewbit wrote against its manifest. The bytes of each tensor are checked when it is loaded."""
     path = checkpoint.path
     if not _is_ours(path):
         return checkpoint

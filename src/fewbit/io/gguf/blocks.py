@@ -135,7 +135,7 @@ def type_of(scheme: Scheme) -> str | None:
 
 
 def why_not(scheme: Scheme, shape: tuple[int, ...]) -> str | None:
-    """Why a GGUF file cannot store an array of this scheme without loss, with the nearest schemes that fit.
+    """Why a GGUF file cannot store an array of this scheme exactly. The reason names the nearest schemes that fit.
 
     Args:
         scheme: its scheme.
@@ -211,7 +211,10 @@ def blocks_from_qarray(q: QArray, what: str, ternary: str = "TQ2_0") -> tuple[st
 
 
 def _same_numbers(scheme: Scheme, ours: Scheme) -> bool:
-    """Whether the codes of a scheme mean the same numbers as ours; `int4_narrow` lacks one code of `int4`."""
+    """Whether the codes of both schemes mean the same numbers.
+
+    `int4_narrow` counts as `int4`, of which it lacks one code.
+    """
     one, other = scheme.format, ours.format
     if isinstance(one, Integer) and isinstance(other, Integer):
         return (one.width, one.signed, one.step) == (other.width, other.signed, other.step)

@@ -26,7 +26,10 @@ def _same(data: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(width: int) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
-    """Four-bit codes: of each run of `width` codes, codes j and j + width / 2 share byte j, the first in the low bits."""
+    """The functions that unpack and pack four-bit codes.
+
+    Of each run of `width` codes, codes j and j + width / 2 share byte j, the first in the low bits.
+    """
     half = width // 2
 
     def unpacked(data: np.ndarray) -> np.ndarray:
@@ -58,7 +61,7 @@ _SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
 def _unpacked_crumbs(data: np.ndarray) -> np.ndarray:
-    """Two-bit codes: byte j of each 32 has codes j, j + 32, j + 64 and j + 96 of 128."""
+    """Unpacks two-bit codes. Byte j of each 32 has codes j, j + 32, j + 64 and j + 96 of 128."""
     planes = data.reshape(*data.shape[:-1], 2, 1, 32) >> _SHIFTS & 3
     return planes.reshape(*data.shape[:-1], 256)
 
@@ -74,7 +77,10 @@ _POWERS = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
 
 
 def _unpacked_trits(data: np.ndarray) -> np.ndarray:
-    """Base-3 digits: a byte is the ceiling of 256 / 243 times a number of five digits, the first code the highest."""
+    """Unpacks base-3 digits.
+
+    A byte is the ceiling of 256 / 243 times a number of five digits, the first code the highest.
+    """
     runs = []
     for start, count, digits in _TRITS:
         turned = data[..., None, start : start + count] * _POWERS[:digits]  # modulo 256: the higher digits fall out

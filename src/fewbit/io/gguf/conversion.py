@@ -63,7 +63,10 @@ class Conversion:
                 self._name(name)
 
     def targets(self, name: str) -> tuple[str, ...]:
-        """The GGUF names of the tensors that have a part of this tensor of the checkpoint; none if it is dropped."""
+        """The names of the GGUF tensors that get parts of this tensor.
+
+        The tensor is one of the checkpoint. Empty if it is dropped.
+        """
         if self._is_dropped(name):
             return ()
         if found := _EXPERT.fullmatch(name):
@@ -167,7 +170,7 @@ class Conversion:
         return 0
 
     def _latent_parts(self, name: str, value: np.ndarray | jax.Array | QArray) -> Iterator[tuple[str, Stored]]:
-        """DeepSeek's `kv_b [H (n + v), rank]` as `k_b [H, rank, n]` and `v_b [H, v, rank]`.
+        """DeepSeek's `kv_b`, split into `k_b` and `v_b`. `[H (n + v), rank]` becomes `[H, rank, n]` and `[H, v, rank]`.
 
         The blocks of a quantized array lie along `rank`, so `k_b`, its transposed part, is stored as decoded float32 numbers.
         """
@@ -206,7 +209,7 @@ class Conversion:
         return {"gate": rows[:, :half], "up": rows[:, half:]}
 
     def _checked(self, name: str, tensor: Stored) -> Stored:
-        """The tensor with one tensor scale per expert; refused if llama.cpp would ignore the scale."""
+        """The tensor with one tensor scale per expert. It is refused if llama.cpp would ignore the scale."""
         if tensor.tensor_scale is None:
             return tensor
         is_applied = self.architecture.has_tensor_scales and name.startswith(("blk.", "output."))
@@ -221,7 +224,10 @@ class Conversion:
 
 
 def _contracted_last(value: np.ndarray | jax.Array | QArray) -> np.ndarray | jax.Array | QArray:
-    """Experts `[E, in, out]` with `in` last; a QArray says by its tiles which axis that is."""
+    """Experts `[E, in, out]` with the contraction axis `in` last.
+
+    A QArray that is packed along its last axis has it there already.
+    """
     if isinstance(value, QArray) and value.scheme.pack_axis == -1:
         return value
     return value.swapaxes(-1, -2)

@@ -65,7 +65,7 @@ def file_header(fields: Mapping[str, Field], entries: Sequence[TensorEntry], ali
 
 
 def _scalar(value: object, integer: str, key: str) -> tuple[int, bytes]:
-    """The GGUF type and the bytes of a number; `integer` is the dtype of a Python int."""
+    """The GGUF type and the bytes of a number. `integer` is the dtype of a Python int."""
     if isinstance(value, np.generic | bool):
         array = np.asarray(value)
     elif isinstance(value, int):

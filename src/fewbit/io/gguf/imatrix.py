@@ -96,7 +96,7 @@ def write_imatrix(
     overwrite: bool = False,
     sources: Iterable[str | os.PathLike[str]] = (),
 ) -> pathlib.Path:
-    """Writes an importance matrix that llama.cpp reads; the file appears whole or not at all.
+    """Writes an importance matrix that llama.cpp reads. The file appears whole or not at all.
 
     Args:
         path: the file: `.gguf`, or `.dat` for the older layout.

@@ -72,7 +72,7 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
 
 
 def extra_tensors(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors that GGUF has and the checkpoint has not: the factors of the rotary frequencies."""
+    """The tensors that GGUF has and the checkpoint has not. They are the factors of the rotary frequencies."""
     said = {**architecture.defaults, **config}
     rope = _rope(said)
     kind = _rope_kind(rope)
@@ -117,7 +117,10 @@ def _size(config: Mapping[str, Any], name: str) -> int:
 
 
 def _deepseek_fields(config: Mapping[str, Any]) -> dict[str, Field]:
-    """The fields of latent attention, whose cache has one head, and of experts chosen by groups."""
+    """The fields of latent attention, and of experts.
+
+    The cache of latent attention has one head. Experts may be chosen by groups.
+    """
     rank, rotary = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
     fields: dict[str, Field] = {
         "attention.head_count_kv": 1,
@@ -300,7 +303,10 @@ def _factors(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> np
 
 
 class _Config(msgspec.Struct):
-    """The JSON schema of what is computed with of config.json; fields that are only copied are checked one by one."""
+    """The JSON schema of the fields of config.json used in computations.
+
+    Fields that are only copied are checked one by one.
+    """
 
     model_type: str
     hidden_size: Positive | None = None

@@ -125,7 +125,10 @@ def _info(part: FilePart, type_name: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def _tensor_scales(info: dict[str, TensorInfo]) -> dict[str, str]:
-    """The tensor with the scale of each NVFP4 tensor that has one: one number, or one for each expert."""
+    """The tensor with the scale of each NVFP4 tensor.
+
+    A scale is one number, or one for each expert. Tensors without one are left out.
+    """
     found: dict[str, str] = {}
     for name, entry in info.items():
         scale = info.get(scale_name(name))

@@ -106,7 +106,10 @@ def _tokens(tokenizer: Mapping[str, Any], vocab: int) -> tuple[list[str], list[i
 
 
 def _looks_special(token: str) -> bool:
-    """Whether llama.cpp's converter takes an added token for a control token though it is not marked as one."""
+    """Whether llama.cpp's converter takes an added token for a control token.
+
+    It does so for some that are not marked as control tokens.
+    """
     ends = {"<|": "|>", f"<{_BAR}": f"{_BAR}>", "<unused": ">"}
     is_marked = any(token.startswith(start) and token.endswith(end) for start, end in ends.items())
     return is_marked or token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
@@ -260,7 +263,7 @@ def _special_ids(ids: Mapping[str, int], settings: Mapping[str, Any], config: Ma
 
 
 def _added(by_template: Mapping[str, bool], settings: Mapping[str, Any]) -> dict[str, Field]:
-    """Whether the beginning and end tokens are added to a text; tokenizer_config.json has the last word."""
+    """Whether the beginning and end tokens are added to a text. What tokenizer_config.json says takes precedence."""
     found = {}
     for name, is_added in by_template.items():
         said = settings.get(f"add_{name}_token")

@@ -150,7 +150,10 @@ def stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredTe
 
 
 def stored_records(path: pathlib.Path) -> tuple[dict[str, Any], tuple[list[Any], list[Any]]]:
-    """The records of a directory's quantized tensors as stored, with its tables of schemes and of policies."""
+    """The records of a directory's quantized tensors, as stored.
+
+    With them come the directory's tables of schemes and of policies.
+    """
     config = parsed_object(content(path / CONFIG), str(path / CONFIG))
     found = converted(config.get(SECTION), _Section, f"{path / CONFIG}, section {SECTION!r}")
     return found.tensors, (found.schemes, found.policies)

@@ -35,7 +35,7 @@ LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
 
 
 class Table:
-    """A deduplicated list of JSON values; records refer to schemes and policies by index."""
+    """A deduplicated list of JSON values. Records refer to schemes and policies by index."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -51,7 +51,7 @@ class Table:
 
 
 class Records:
-    """The JSON records of the QArrays of one output, by name, and the schemes and policies that they refer to."""
+    """The JSON records of the QArrays of one output, by name. It also has the schemes and policies that they refer to."""
 
     def __init__(self) -> None:
         self.schemes, self.policies = Table(), Table()
@@ -63,7 +63,9 @@ class Records:
         return {"schemes": self.schemes.values, "policies": self.policies.values}
 
     def add(self, name: str, q: QArray) -> dict[str, Any]:
-        """Adds the record of a QArray; returns what `restore` takes: the record, and the schemes and policies that are new.
+        """Adds the record of a QArray; returns what `restore` takes.
+
+        That is the record, and the schemes and policies that are new.
 
         Raises:
             QuantError: as `record`.
@@ -120,7 +122,7 @@ def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, A
 
 
 def moved_record(form: Mapping[str, Any], tables: tuple[list[Any], list[Any]], into: tuple[Table, Table]) -> dict[str, Any]:
-    """A record of one file as another file writes it: schemes and policies are entries of the other's tables."""
+    """A record of one file as another file writes it. Its schemes and policies are entries of the other file's tables."""
     result = dict(form) | {"scheme": into[0].place(tables[0][form["scheme"]])}
     if "policy" in form:
         result["policy"] = into[1].place(tables[1][form["policy"]])
@@ -153,7 +155,7 @@ def checked_record(form: object, schemes: list[Any], policies: list[Any], where:
 
 
 def qarray(name: str, form: Mapping[str, Any], load: Callable[[str], np.ndarray]) -> QArray:
-    """Loads the QArray of a checked record; `load` gives a component array by name. QuantError if they are inconsistent."""
+    """Loads the QArray of a checked record. `load` gives a component array by name. QuantError if they are inconsistent."""
 
     def part(which: str) -> jax.Array:
         return jnp.asarray(load(f"{name}.{which}"))
@@ -185,7 +187,7 @@ def _dtype(name: str, where: str) -> np.dtype:
 
 
 def weight_info(name: str, form: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> TensorInfo:
-    """The description of the QArray of a checked record; `stored` describes its component arrays.
+    """The description of the QArray of a checked record. `stored` describes its component arrays.
 
     Raises:
         QuantError: for codes with fewer axes than the scheme packs.

@@ -132,7 +132,7 @@ class _Stored:
         self.names = tuple(sorted({*self._tensors, *self._scalars}))
 
     def value(self, name: str) -> Any:
-        """The leaf: a Python scalar, a QArray, a JAX array of random keys, or a numpy array."""
+        """The leaf of this name. It is a Python scalar, a QArray, a JAX array of random keys, or a numpy array."""
         if name in self._scalars:
             return _scalar(self._scalars[name], f"{self._where}, {name!r}")
         value = self._tensors[name]
@@ -173,7 +173,7 @@ def _is_code(leaf: object) -> bool:
 
 
 def _storable(name: str, leaf: PyTree, section: dict[str, dict[str, Any]]) -> Any:
-    """The array that is stored for a leaf; adds the rest to the section."""
+    """The array that is stored for a leaf. What it does not contain is added to the section."""
     if any(isinstance(part, Tracer) for part in jax.tree.leaves(leaf)):
         raise QuantError(f"leaf {name!r} is traced; call fb.save outside jit")
     if isinstance(leaf, QArray) and all(isinstance(part, jax.Array | np.ndarray) for part in jax.tree.leaves(leaf)):

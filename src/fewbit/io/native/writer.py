@@ -122,7 +122,7 @@ class DirectoryWriter(AbstractWriter):
         return list(found)
 
     def add_directory(self, directory: pathlib.Path) -> None:
-        """Adds the tensors of another fewbit directory; its tensor files are linked, and must not change.
+        """Adds the tensors of another fewbit directory. Its tensor files are linked, and must not change.
 
         Args:
             directory: the directory, whose hashes were checked.

@@ -140,7 +140,7 @@ def ordered(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _header(path: pathlib.Path, size: int) -> tuple[dict[str, Any], int]:
-    """The JSON of the header of a file of `size` bytes, and the offset of the data."""
+    """The JSON header of a file, and the offset of the data. `size` is the bytes of the file."""
     if size < 8:
         raise QuantError(f"{path} is not a safetensors file: it has {size} bytes, and the header length alone takes 8")
     (length,) = struct.unpack("<Q", mapped(path, 0, 8).tobytes())

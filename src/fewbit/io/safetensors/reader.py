@@ -105,7 +105,7 @@ def _only_file(path: pathlib.Path) -> pathlib.Path:
 
 
 def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str], tuple[str, ...]]:
-    """The tensors of the index, the `__metadata__` of its files, and a note on tensors that it omits."""
+    """The tensors of the index, and the `__metadata__` of its files. Last comes a note on tensors that the index omits."""
     where = str(path / INDEX)
     weight_map = converted(parsed_object(file_text(path / INDEX, "index"), where), _Index, where).weight_map
     files = dict.fromkeys(weight_map.values())

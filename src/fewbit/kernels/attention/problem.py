@@ -26,7 +26,9 @@ H = TypeVar("H")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The keys and values of some positions, and which of them each new token attends to: from `first` to before `seen`.
+    """The keys and values of some positions, and their mask.
+
+    Each new token attends to the positions from `first` to before `seen`.
 
     Attributes:
         keys: `[B, K, S, h]`, floating or quantized by a scheme that `KVPolicy` takes; with `layer`, `[L, B, K, S, h]`.
@@ -43,7 +45,7 @@ class Block:
     first: Int[Array, " T"] | None = None
 
     def refuse_unless_it_fits(self, q: Queries) -> None:
-        """Raises a QuantError where the shapes do not match; a kernel would read out of bounds."""
+        """Raises a QuantError where the shapes do not match. A kernel would read out of bounds."""
         for name in ("keys", "values"):
             if isinstance(value := getattr(self, name), QArray):
                 refuse_invalid(value, f"the QArray of {name}")

@@ -161,7 +161,7 @@ def _int8_mixed(weights: Float[Array, "B K R S"], values: Int8[Array, "B K S h"]
 
 
 def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:
-    """Which values `[..., S]` enter the product: for one token the unmasked ones, for several the finite ones."""
+    """Which values `[..., S]` enter the product. For one token these are the unmasked ones, for several the finite ones."""
     if block.seen.shape[0] > 1:
         return jnp.isfinite(x)
     return jnp.broadcast_to(_is_seen(block, x.shape[-1])[0], x.shape)
@@ -170,7 +170,7 @@ def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:
 def _with_odd_values(
     mixed: Float[Array, "B K R h"], values: Float[Array, "B J S w"], block: Block, G: int
 ) -> Float[Array, "B K R h"]:
-    """Adds the non-finite values, which the product had replaced by zeros, to the rows that attend to them.
+    """Adds non-finite values to the rows that attend to them. The product had replaced these values by zeros.
 
     Two kinds count: values that give `+inf` or NaN, and values that give `-inf` or NaN. Without a window, the first
     position of a kind decides; with one, the last position before the row's end. Where all heads or coordinates of a
@@ -209,13 +209,13 @@ def _int8(x: QArray) -> Int8[Array, "B K S h"]:
 
 
 def _token_scales(x: QArray) -> Float[Array, "B J 1 1 S"]:
-    """The scales in the layout of scores and weights; J is K, or 1 when all heads share them."""
+    """The scales in the layout of scores and weights. J is K, or 1 when all heads share them."""
     scale = scale_values(x)  # [B, J, S, 1]
     return scale.reshape(*scale.shape[:2], 1, 1, scale.shape[2])
 
 
 def _product(lhs: Array, rhs: Array, over: int) -> Num[Array, "B K M N"]:
-    """The batched product over the last axis of `lhs` and axis `over` of `rhs`, in float32, or int32 for int8.
+    """The batched product, in float32, or int32 for int8. It contracts the last axis of `lhs` and axis `over` of `rhs`.
 
     Float32 operands are multiplied at the highest precision, which is not the default on accelerators.
     """

@@ -46,7 +46,7 @@ def undecodable(fmt: AbstractFormat) -> str | None:
 def code_values(
     fmt: AbstractFormat, group: list[jax.Array], plane: int, *, nf4_polynomial: bool = False
 ) -> tuple[jax.Array, float]:
-    """Decodes one code of each byte, or of each group of bytes: float32 values, and their unit.
+    """Decodes one code of each byte, or of each group of bytes. Returns float32 values, and their unit.
 
     Args:
         fmt: the format.
@@ -71,7 +71,7 @@ def code_values(
 
 
 def _words(fmt: AbstractFormat, group: list[jax.Array], plane: int) -> tuple[jax.Array, int]:
-    """32-bit words, and the bit at which each has the code; higher bits are arbitrary."""
+    """32-bit words, and the bit at which each has the code. Higher bits are arbitrary."""
     byte, shift = divmod(plane * fmt.bits, 8)
     if len(group) == 1:
         # As signed bytes: unsigned ones would be widened as signed ones and then masked.
@@ -83,7 +83,7 @@ def _words(fmt: AbstractFormat, group: list[jax.Array], plane: int) -> tuple[jax
 
 
 def _whole(fmt: Integer, word: jax.Array, shift: int) -> tuple[jax.Array, float]:
-    """Integers at their position in the word, and their unit; those at the top of a byte need no shift."""
+    """Integers at their position in the word, and their unit. Those at the top of a byte need no shift."""
     place = shift
     if fmt.signed and shift + fmt.bits != 8:
         place = 32 - fmt.bits

@@ -95,7 +95,7 @@ def refused_weight(scheme: Scheme, length: int, tile: int | None, x_tile: int | 
 
 
 def block_numbers(fmt: AbstractFormat) -> tuple[np.ndarray, float] | None:
-    """The integers of a format's codes and their step, `value == float32(integer * step)`; None without such integers.
+    """The integers of a format's codes, and their step. `value == float32(integer * step)`; None without such integers.
 
     The step is the smallest magnitude, or a 127th of the largest. Codes without a number repeat the last one.
 
@@ -165,7 +165,7 @@ def block_product(x: QArray, q: QArray, *, contracts_cols: bool = True) -> jax.A
 
 
 def _of_outputs(values: jax.Array, q: QArray, at: int) -> jax.Array:
-    """Scales or zero points `[B, N, t]`, one for each output; `at` is the contracted axis."""
+    """Scales or zero points `[B, N, t]`, one for each output. `at` is the contracted axis."""
     outputs = q.shape[3 - at]
     wide = jnp.repeat(jnp.moveaxis(values, at, 2), q.tiles[3 - at] or outputs, axis=1)[:, :outputs]
     return jnp.broadcast_to(wide, (*wide.shape[:2], q.scale.shape[at]))

@@ -101,7 +101,7 @@ def scaled_sums(meeting: CodeProduct, left: CodeOperand, right: CodeOperand, acc
 
 
 def sum_types(lhs: QArray, rhs: QArray, meeting: CodeProduct, asked: str | None) -> tuple[tuple[Any, Any], Any] | None:
-    """The dtypes in which codes are multiplied and summed; None if none is exact.
+    """The dtypes in which codes are multiplied and summed. None if none is exact.
 
     int8 represents every signed code, and every unsigned 8-bit code minus 128 if zero points are shifted too. Other integers
     use float32, where sums are exact up to 2**24; so do formats for which XLA has no product.

@@ -21,7 +21,7 @@ BACKENDS = (PallasTPU(), TritonGPU(), Cpu(), Reference())
 
 
 def with_decoded_lhs(problem: Problem) -> Problem | None:
-    """The product with the left operand dequantized to float32, so that kernels read the codes of the right one in place.
+    """The product with the left operand dequantized to float32. Kernels then read the codes of the right one in place.
 
     None unless both operands are quantized, no kernel multiplies their codes, and the reference would dequantize both.
     """

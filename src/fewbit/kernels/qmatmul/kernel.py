@@ -16,7 +16,7 @@ from .problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class AbstractKernel(AbstractBackend[Problem]):
-    """A backend of one platform, for weights `[B, R, C]`; K is the contracted one of R and C, and N the other.
+    """A backend of one platform, for weights `[B, R, C]`. K is the contracted one of R and C, and N the other.
 
     Sums are made in float32, for two quantized operands in int32 or float32, and rounded once to the result's dtype.
     """
@@ -41,7 +41,7 @@ class AbstractKernel(AbstractBackend[Problem]):
 
     @abc.abstractmethod
     def refused(self, problem: Problem, weight: MatrixView) -> str | None:
-        """Why this kernel does not support a product of a float array and a weight; None when it does."""
+        """Why this kernel does not multiply a float array and a weight. None when it does."""
 
     def refused_pair(self, problem: Problem) -> str | None:
         """Why this kernel does not support two quantized operands; None when it does."""
@@ -49,7 +49,7 @@ class AbstractKernel(AbstractBackend[Problem]):
 
     @abc.abstractmethod
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
-        """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`: `[B, M, N]` from `x`, `[B, M, K]`."""
+        """The batched product `y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`. It is `[B, M, N]` from `x`, `[B, M, K]`."""
 
     def picked(
         self, x: jax.Array, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
@@ -62,9 +62,10 @@ class AbstractKernel(AbstractBackend[Problem]):
     def grouped(
         self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
-        """`y[i] = x[i] @ w[g]` or `x[i] @ w[g].T` for each row i of group g: `[M, N]` from `x`, `[M, K]`.
+        """The grouped product `y[i] = x[i] @ w[g]` or `x[i] @ w[g].T`.
 
-        `sizes`, int32 `[B]`, are the rows of each group; rows beyond their sum give zeros.
+        Row i is one of group g. It is `[M, N]` from `x`, `[M, K]`. `sizes`, int32 `[B]`, are the rows of each group; rows
+        beyond their sum give zeros.
         """
 
     def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
@@ -72,7 +73,7 @@ class AbstractKernel(AbstractBackend[Problem]):
         raise UnsupportedError("a product of two quantized operands", {self.name: "it supports one"})
 
     def grouped_pair(self, x: QArray, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
-        """`grouped` for two quantized operands: `[1, M, N]` from `x`, `[1, M, K]` with one code per byte."""
+        """`grouped` for two quantized operands. It is `[1, M, N]` from `x`, `[1, M, K]` with one code per byte."""
         raise UnsupportedError("a ragged_dot of two quantized operands", {self.name: "it supports one"})
 
     def picked_pair(self, x: QArray, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:

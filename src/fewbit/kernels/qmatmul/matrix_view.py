@@ -140,7 +140,7 @@ def folded_axes(a: jax.Array, groups: tuple[Axes, ...]) -> jax.Array:
 
 
 def contracted_axis(contracts_cols: bool) -> int:
-    """The contracted axis of `[B, R, C]`; the free one is 3 minus it."""
+    """The contracted axis of `[B, R, C]`. The free one is 3 minus it."""
     return 1 + contracts_cols
 
 

@@ -90,7 +90,7 @@ def code_rows(x: QArray, groups: tuple[Axes, Axes, Axes]) -> QArray:
 
 
 def refolded(x: Any, fold: Callable[[jax.Array], jax.Array]) -> Any:
-    """Applies `fold`, which merges a mapped axis into B or M, to rows: a float array, or those of `code_rows`."""
+    """Applies `fold`, which merges a mapped axis into B or M. `x` are rows: a float array, or those of `code_rows`."""
     if not isinstance(x, QArray):
         return fold(x)
     zero = x.zero_point
@@ -125,7 +125,7 @@ def _check_tiles(problem: Problem) -> None:
 
 
 def _bytes_of(fmt: AbstractFormat, codes: jax.Array, scale: jax.Array, zero: jax.Array | None, tile: int | None) -> QArray:
-    """A QArray of uint8 codes `[B, M, K]` and scales `[B or 1, M or 1, tiles]`.
+    """A QArray of uint8 codes `[B, M, K]` and their scales. Scales are `[B or 1, M or 1, tiles]`.
 
     Zero points, if any, are integers that fit in int8, shaped like scales; `tile` is the block size along K, or None.
     """

@@ -226,7 +226,7 @@ def _mapped(leaves: Leaves, axes: Sequence[int | None], *, form: Any, **settings
 
 
 def _with_more_rows(x: Any, q: QArray, index: jax.Array | None, count: int, settings: dict[str, Any]) -> jax.Array:
-    """The product with an `x` whose first axis is mapped; the result has it as axis 1."""
+    """The product with an `x` whose first axis is mapped. The result has it as axis 1."""
     if settings["is_ragged"] and isinstance(x, QArray):
         assert index is not None
         rows = x.shape[2]

@@ -77,10 +77,10 @@ class Problem(AbstractProblem):
 
     @functools.cached_property
     def weight(self) -> tuple[int, MatrixView]:
-        """The quantized operand that a kernel reads in place, 1 for the right one, and its view as matrices.
+        """The quantized operand that a kernel reads in place.
 
-        Of two quantized operands it is the right one, unless only the left one can be viewed so. Of a ragged product it is the
-        right one.
+        Returns its number, 1 for the right one, and its view as matrices. Of two quantized operands it is the right one,
+        unless only the left one can be viewed so. Of a ragged product it is the right one.
 
         Raises:
             QuantError: if no quantized operand can be viewed as a stack of matrices.

@@ -69,7 +69,10 @@ def _product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | jax.Array)
 
 
 def decodes_both(problem: Problem) -> bool:
-    """Whether two quantized operands are dequantized, because their scales vary within `LEAST_TILE` of the contraction."""
+    """Whether two quantized operands are dequantized.
+
+    They are dequantized where their scales vary within `LEAST_TILE` of the contraction.
+    """
     if problem.out_sharding is not None or problem.accumulator not in (None, "float32"):
         return False
     for operand, contracted in zip((problem.lhs, problem.rhs), problem.dimension_numbers[0], strict=True):
@@ -121,7 +124,10 @@ def _ragged_product(problem: Problem, x: jax.Array | QArray, q: QArray, sizes: j
 
 
 def scale_of_rows(scale: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
-    """Gathers each row's scales from its group's, `[G or 1, N or 1]`; rows beyond all groups get the last group's."""
+    """Gathers each row's scales from those of its group.
+
+    The groups have `[G or 1, N or 1]`. Rows beyond all groups get the last group's.
+    """
     if scale.shape[0] == 1:
         return scale
     ends = jnp.cumsum(sizes)

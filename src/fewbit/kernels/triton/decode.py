@@ -35,7 +35,7 @@ def whole_number(code, CODES: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def small_float(top, CODES: tl.constexpr):
-    """Decodes minifloat codes in the upper bits of an int32; the other bits are ignored."""
+    """Decodes minifloat codes in the upper bits of an int32. The other bits are ignored."""
     kept: tl.constexpr = -0x80000000 | (((1 << (CODES.bits - 1)) - 1) << (23 - CODES.mantissa))
     bits = (top >> (9 - CODES.bits + CODES.mantissa)) & kept  # an arithmetic shift: copies of the sign fill the top
     value = as_float(bits) * (2.0 ** (127 - CODES.bias))

@@ -73,7 +73,7 @@ def minifloat_value(code, FMT: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def codebook_code(y, CODES: tl.constexpr):
-    """How many of 15 ascending thresholds are below each element: a tree of four comparisons."""
+    """How many of 15 ascending thresholds are below each element. It is a tree of four comparisons."""
     T: tl.constexpr = CODES.thresholds
     a = y > T[7]
     b = y > tl.where(a, T[11], T[3])

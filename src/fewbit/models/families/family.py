@@ -55,7 +55,7 @@ HF_PARTS = {
 
 
 def hf_table(changed: Mapping[str, str] | None = None) -> NameTable:
-    """The table of a Hugging Face family; `changed` adds and replaces names of the parts of a layer."""
+    """The table of a Hugging Face family. `changed` adds and replaces names of the parts of a layer."""
     outside = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
     return table(
         "Hugging Face",
@@ -93,7 +93,7 @@ GGUF_PARTS = {
 
 
 def gguf_table(changed: Mapping[str, str] | None = None) -> NameTable:
-    """The table of a GGUF architecture; `changed` adds and replaces names of the parts of a layer."""
+    """The table of a GGUF architecture. `changed` adds and replaces names of the parts of a layer."""
     outside = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
     derived = r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight"
     return table("GGUF", outside, "blk.{}.", _with_changes(GGUF_PARTS, changed), derived=derived)
@@ -174,7 +174,7 @@ def read_config(obj: Mapping[str, Any], schema: type[Fields], names: Collection[
 
 
 def refuse_unknown(obj: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raises UnsupportedError for an unknown key that is set: it may be a feature that the decoder lacks."""
+    """Raises UnsupportedError for an unknown key that is set. It may be a feature that the decoder lacks."""
     for key, value in obj.items():
         if key not in known and not key.startswith("_") and value not in (None, False, 0, "", [], {}):
             raise UnsupportedError(f"{where} has {key} = {value!r:.80}, which the decoder does not support")

@@ -268,7 +268,7 @@ def _experts(architecture: str, found: _Gguf, names: Tensors) -> Experts | None:
 
 
 def _deepseek_experts(found: _Gguf, hidden: int) -> dict[str, Any]:
-    """The fields of DeepSeek's experts; files of DeepSeek-V2 may not say that scores are softmax probabilities."""
+    """The fields of DeepSeek's experts. Files of DeepSeek-V2 may not say that scores are softmax probabilities."""
     refuse_unless(found.scores, (0, 1, 2), "deepseek2.expert_gating_func", _WHERE)
     return {
         "normalized": found.normalized,

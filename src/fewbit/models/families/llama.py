@@ -43,14 +43,17 @@ def _mixtral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 
 def expert_layout(names: Collection[str]) -> ExpertLayout:
-    """The layout of experts by the tensors' names: separate matrices, or one stack as in transformers' modules."""
+    """The layout of experts, by the tensors' names. They are separate matrices, or one stack as in transformers' modules."""
     if any(name.endswith("mlp.experts.gate_up_proj") for name in names):
         return "joined"
     return "separate"
 
 
 def expert_names(shared: str) -> dict[str, str]:
-    """The names of a router, its experts, in separate matrices or stacks, and the shared expert, a module called `shared`."""
+    """The names of a router, its experts and the shared expert.
+
+    Experts are separate matrices or stacks. The shared expert is a module called `shared`.
+    """
     projections = ("gate", "up", "down")
     return {
         "mlp/router": "mlp.gate.weight",

@@ -41,7 +41,7 @@ class NameRoles:
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
 
     def role(self, name: str, shape: Shape) -> TensorRole | None:
-        """The role of a tensor by name; None for an unknown name or rank."""
+        """The role of a tensor by name. None for an unknown name or rank."""
         layout = next((layout for layout, pattern in self.patterns if pattern.fullmatch(name)), None)
         if layout is None:
             return None

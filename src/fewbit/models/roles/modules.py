@@ -142,7 +142,10 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without keys that make constructors download weights, or need other kernels or quantizers."""
+    """The configuration without keys that constructors must not get.
+
+    They would download weights, or need other kernels or quantizers.
+    """
     dropped = ("attn_implementation", "_attn_implementation", "auto_map", "quantization_config")
     plain = {key: _decoded(value) for key, value in config.items() if key not in dropped}
     return plain | {key: False for key in ("use_pretrained_backbone", "pretrained") if key in plain}
@@ -207,7 +210,7 @@ _KEEPING = ("Chunk", "Concatenate", "Interleave", "MergeModulelist", "PermuteFor
 
 
 def _role(module: object, name: str, own_shape: Shape, operations: tuple[Any, ...], shape: Shape) -> TensorRole | None:
-    """The role of a checkpoint tensor that is converted to this parameter; None if unknown."""
+    """The role of a checkpoint tensor that is converted to this parameter. None if unknown."""
     role = role_in_module(module, name, own_shape)
     if role is None or (not operations and shape != own_shape):
         return None

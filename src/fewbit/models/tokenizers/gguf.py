@@ -155,7 +155,7 @@ def _vocab(found: "_Vocabulary") -> dict[str, int]:
 
 
 def _stop_ids(found: "_Vocabulary") -> tuple[int, ...]:
-    """The tokens that end a generation: the ids in the metadata, then the control tokens of `_ENDS`.
+    """The tokens that end a generation. They are the ids in the metadata, then the control tokens of `_ENDS`.
 
     llama.cpp takes tokens of `_ENDS` of any kind; in Gemma's vocabulary `</s>` is a normal token, a tag of HTML.
     """
@@ -168,7 +168,7 @@ def _stop_ids(found: "_Vocabulary") -> tuple[int, ...]:
 
 
 def _add_tokens(backend: Any, found: "_Vocabulary") -> None:
-    """Makes text split at the control tokens, which are special, and at the user-defined ones."""
+    """Makes text split at control and user-defined tokens. Control tokens are special."""
     hf = tokenizers_package()
     strips = any(part in found.name.lower() for part in _STRIPPING_MODELS)
 

@@ -152,7 +152,7 @@ class Evaluator:
         return [place for place in self.chosen.operands if place[-len(around) :] == around and len(place) > len(around)]
 
     def equation(self, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-        """The results of one equation, by the rule of its primitive where an operand is a proxy."""
+        """The results of one equation. They come from the rule of its primitive, where an operand is a proxy."""
         has_stand_in = _has_proxy(values)
         is_around = False
         if self.chosen is not None and not has_stand_in:
@@ -219,7 +219,7 @@ def _has_proxy(values: Sequence[Any]) -> bool:
 
 
 def _as_made(predicate: Atom, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> Any:
-    """A predicate before its broadcast, with axes of length 1 instead: `vmap` of `cond` broadcasts it."""
+    """A predicate before its broadcast, with axes of length 1. `vmap` of `cond` broadcasts it."""
     for eqn in jaxpr.eqns:
         if predicate in eqn.outvars and eqn.primitive.name == "broadcast_in_dim":
             value, places = read(eqn.invars[0]), eqn.params["broadcast_dimensions"]
@@ -229,5 +229,5 @@ def _as_made(predicate: Atom, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]
 
 
 def _source_of(*eqns: jex_core.JaxprEqn) -> str:
-    """The file and line of an equation, or of the nearest one around it with a line outside JAX."""
+    """The file and line of an equation. Without a line outside JAX, they are those of the nearest one around it."""
     return next(filter(None, (source_info_util.summarize(eqn.source_info) for eqn in eqns)), "within JAX")

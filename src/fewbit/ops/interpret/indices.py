@@ -75,7 +75,10 @@ def scan_operands(eqn: jex_core.JaxprEqn, values: Sequence[V]) -> tuple[list[V],
 
 
 def while_operands(eqn: jex_core.JaxprEqn, values: Sequence[V]) -> tuple[list[V], list[V], list[V]]:
-    """The condition's constants, the body's constants and the carry among the values of a while loop's operands."""
+    """The values of a while loop's operands, in three parts.
+
+    These are the condition's constants, the body's constants and the carry.
+    """
     first = eqn.params["cond_nconsts"]
     last = first + eqn.params["body_nconsts"]
     return list(values[:first]), list(values[first:last]), list(values[last:])

@@ -84,7 +84,7 @@ class Measurements:
         self.found[path] = measurement
 
     def of(self, body: Callable[..., list[Any]], values: list[Any], arrays: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The results of a body and its measurements; `values` says which of `arrays` are observed."""
+        """The results of a body and its measurements. `values` says which of `arrays` are observed."""
         inside = _with_arrays(values, arrays)
         outside, self.found = self.found, {}
         try:
@@ -155,7 +155,7 @@ def _notes(values: list[Any]) -> Measurements:
 
 
 def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """The unchanged product; measures the operand that is not the weight (of two parameters, the right one is the weight)."""
+    """The unchanged product; measures the operand that is not the weight. Of two parameters, the right one is the weight."""
     side = int(not isinstance(values[1], Observed))
     x, contracted, batch, group_sizes = _array(values[side]), None, (), None
     if eqn.primitive.name == "dot_general":
@@ -186,7 +186,7 @@ def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]
 
 
 def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
-    """A loop: a parameter that it slices has one measurement per iteration, others accumulate over all iterations."""
+    """A loop; measurements accumulate over its iterations. A parameter that it slices has one measurement per iteration."""
     params, notes, body = eqn.params, notes or _notes(values), evaluator.function(eqn.params["jaxpr"])
     consts, carry, xs = scan_operands(eqn, list(map(_array, values)))
     carries = len(carry)

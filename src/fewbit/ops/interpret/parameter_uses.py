@@ -143,14 +143,14 @@ class _Traced:
 
 
 class _Value(NamedTuple):
-    """What is known of a variable: the parameter that it is, if any, and facts for look-ups."""
+    """What is known of a variable. That is the parameter that it is, if any, and facts for look-ups."""
 
     parameter: _Traced | None = None
     fact: Fact = UNKNOWN
 
 
 def parameter_paths(params: PyTree) -> dict[Path, Any]:
-    """Every leaf of a tree by its path, such as `layers/3/attn/q`; a QArray, or another array proxy, is one leaf.
+    """Every leaf of a tree by its path, such as `layers/3/attn/q`. A QArray, or another array proxy, is one leaf.
 
     Raises:
         QuantError: when two leaves have the same path, such as those of `{"a/b": x, "a": {"b": y}}`.
@@ -180,7 +180,7 @@ def with_leaves(params: PyTree, leaves: Mapping[Path, Any]) -> PyTree:
 
 
 def array_paths(params: PyTree) -> dict[Path, Any]:
-    """The array leaves of a tree by path; modules of some frameworks also have functions and numbers.
+    """The array leaves of a tree by path. Modules of some frameworks also have functions and numbers.
 
     >>> list(array_paths({"w": jnp.ones(2), "activation": jnp.tanh, "rate": 0.1}))
     ['w']
@@ -227,7 +227,7 @@ def parameter_uses(traced: Traced, params: PyTree) -> Uses:
 
 
 def _follow(jaxpr: jex_core.Jaxpr, values: Sequence[_Value], found: _Found, scope: _Scope) -> list[_Value]:
-    """Records the uses of the parameters among a jaxpr's inputs; returns what is known of its outputs.
+    """Records the uses of the parameters among a jaxpr's inputs. Returns what is known of its outputs.
 
     `scope` is that of the equation that calls the jaxpr, to which the names of its own equations are appended.
     """
@@ -385,7 +385,7 @@ def _picked(eqn: jex_core.JaxprEqn, operand: _Traced, lookup: Lookup) -> _Traced
 
 
 def _moved(eqn: jex_core.JaxprEqn, operand: _Traced) -> list[_Traced]:
-    """The parameter after a layout operation; empty for other primitives, and for casts to integers and booleans.
+    """The parameter after a layout operation. Empty for other primitives, and for casts to integers and booleans.
 
     Casts that lose precision are recorded. Axes that a slice reduces to one element count as sliced by a loop.
     """

@@ -14,11 +14,11 @@ from ...array.qarray import QArray
 
 
 class NoRuleError(Exception):
-    """Why a rule cannot keep a result quantized; the evaluator then follows the fallback."""
+    """Why a rule cannot keep a result quantized. The evaluator then follows the fallback."""
 
 
 class ArrayProxy(abc.ABC):
-    """A pytree that replaces an array during evaluation, such as a weight with a LoRA adapter.
+    """A pytree that replaces an array during evaluation. An example is a weight with a LoRA adapter.
 
     Traced code sees its shape and dtype. `transparent` treats it like a QArray: calls, loops, branches and derivative rules
     carry it; any other equation with it among the operands goes to `rules`, and where they have none, or raise NoRuleError,
@@ -49,11 +49,11 @@ class ArrayProxy(abc.ABC):
         """The proxy with the array's first axis on every leaf, so that `scan` can slice it."""
 
     def forked(self) -> tuple[Self, Self]:
-        """Two copies, one for one equation and one for later ones; by default JAX adds their cotangents."""
+        """Two copies, one for one equation and one for later ones. By default JAX adds their cotangents."""
         return self, self
 
     def turns(self, length: int) -> PyTree:
-        """Leaves with a new first axis that `scan` slices, for a proxy that the loop closes over."""
+        """Leaves with a new first axis that `scan` slices. They are for a proxy that the loop closes over."""
         return ()
 
     def in_turn(self, own: PyTree) -> Self:
@@ -81,5 +81,8 @@ def is_proxy(x: object) -> TypeGuard[QArray | ArrayProxy]:
 
 @functools.cache
 def is_proxy_type(kind: type) -> bool:
-    """Cached per class: a trace asks for every variable, and `isinstance` of an abstract class is slow."""
+    """Whether a type is an array proxy.
+
+    Cached per class: a trace asks for every variable, and `isinstance` of an abstract class is slow.
+    """
     return issubclass(kind, QArray | ArrayProxy)

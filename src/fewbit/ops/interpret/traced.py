@@ -20,7 +20,9 @@ _ARRAYS = (np.ndarray, np.generic, jax.Array)
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """The jaxpr of `fn(*args, **kwargs)`: uses of parameters are found in it, and it is evaluated with proxies in their place.
+    """The jaxpr of `fn(*args, **kwargs)`.
+
+    Uses of parameters are found in it, and it is evaluated with proxies in their place.
 
     Attributes:
         closed: the jaxpr. Its inputs are the array leaves of the arguments, in order; a proxy is one leaf.
@@ -36,7 +38,7 @@ class Traced:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Self:
-        """Traces a function with the shape and dtype of each array of its arguments; other leaves are passed through.
+        """Traces a function with the shapes and dtypes of its arrays. The other leaves of its arguments are passed through.
 
         Args:
             fn: the function.
@@ -64,12 +66,12 @@ class Traced:
 
 
 def array_leaves(tree: PyTree) -> list[Any]:
-    """The leaves of a tree that are traced, in order; a proxy is one."""
+    """The leaves of a tree that are traced, in order. A proxy is one."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_proxy) if is_array(leaf)]
 
 
 def abstract(leaf: Any) -> Any:
-    """What traced code sees of a leaf: its shape, dtype and sharding, for a proxy those of the array that it replaces."""
+    """The shape, dtype and sharding of a leaf, for a trace. Of a proxy they are those of the array that it replaces."""
     array = leaf
     if isinstance(leaf, QArray):
         array = leaf.codes  # they have the axes of the array

@@ -35,7 +35,10 @@ class StepScales:
 
 
 def largest_magnitude(x: Float[Array, "*s"]) -> Float[Array, ""]:
-    """The amax of an array in float32, without a gradient; 0, which later steps ignore, where an element is not finite."""
+    """The amax of an array in float32, without a gradient.
+
+    It is 0, which later steps ignore, where an element is not finite.
+    """
     magnitude = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
     # XLA's maximum may lose a NaN, so what is not finite is found before it.
     return jnp.where(jnp.isfinite(magnitude).all(), jnp.max(magnitude, initial=0.0), 0.0)
@@ -51,7 +54,10 @@ forked.defvjp(lambda tree: ((tree, tree), None), lambda _, seen: (jax.tree.map(j
 
 
 def copies(tree: PyTree, count: int) -> PyTree:
-    """Repeats the values along a new leading axis, of loop iterations or devices; the cotangent is the maximum along it."""
+    """Repeats the values along a new leading axis.
+
+    It is an axis of loop iterations or devices; the cotangent is the maximum along it.
+    """
 
     @jax.custom_vjp
     def copied(tree: PyTree) -> PyTree:
@@ -82,7 +88,7 @@ def widest(scales: StepScales) -> StepScales:
 
 @jax.custom_batching.custom_vmap
 def amax_cotangent(magnitude: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
-    """The amax as the cotangent of its scale; under `jax.vmap` the maximum, where the scale is shared."""
+    """The amax as the cotangent of its scale. Under `jax.vmap` it is the maximum, where the scale is shared."""
     return magnitude
 
 
@@ -96,7 +102,7 @@ def _seen_by_all(_: int, are_batched: list[bool], magnitude: Array, scale: Array
 
 @jax.custom_vjp
 def noted(y: Float[Array, "*s"], x: Float[Array, "*s"], scale: Float[Array, ""]) -> Float[Array, "*s"]:
-    """`y` unchanged; the scale's cotangent is the amax of `x`, for operations other than products."""
+    """`y` unchanged, for operations other than products. The scale's cotangent is the amax of `x`."""
     return y
 
 

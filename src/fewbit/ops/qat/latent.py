@@ -46,7 +46,7 @@ class Label:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Latent(ArrayProxy):
-    """A float array whose products follow a policy; everywhere else it is the array.
+    """A float array whose products follow a policy. Everywhere else it is the array.
 
     Its products quantize it and have the policy's gradients. `fb.train` wraps each parameter that a rule matches.
 

@@ -33,7 +33,10 @@ _BETWEEN_DEVICES = ("all_gather", "sharding_constraint", "reshard")
 
 
 def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A layout operation; its results are still the parameter, with its serving tiles or as it is quantized by then."""
+    """A layout operation, whose results are still the parameter.
+
+    They have its serving tiles, or the codes to which it is quantized by then.
+    """
     latent, *others = values
     if eqn.primitive.name == "all_gather" and is_latent(latent) and latent.reduction is not None:
         outputs = [_gathered(eqn, latent.value, latent.reduction)]
@@ -68,7 +71,7 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
 
 
 def _codes_on_other_devices(evaluator: Evaluator, eqn: jex_core.JaxprEqn, latent: Latent) -> QArray | None:
-    """The quantized parameter after a move between devices; None for other primitives, and where floats must be moved."""
+    """The quantized parameter after a move between devices. None for other primitives, and where floats must be moved."""
     if eqn.primitive.name not in _BETWEEN_DEVICES or latent.scales is not None:
         return None
     mesh, here = jax.typeof(latent.value).sharding.mesh, jax.sharding.get_abstract_mesh()
@@ -103,7 +106,10 @@ def _gathered(eqn: jex_core.JaxprEqn, value: jax.Array, reduction: Scheme) -> ja
 
 
 def _scales_after(eqn: jex_core.JaxprEqn, latent: Latent, values: list[Any]) -> StepScales | None:
-    """The delayed scales of a parameter's leading axes after a layout operation; their maximum where axes are lost."""
+    """The delayed scales of a parameter after a layout operation.
+
+    They are of its leading axes, or their maximum where axes are lost.
+    """
     scales, name = latent.scales, eqn.primitive.name
     if scales is None or not scales.ndim:
         return scales
@@ -143,7 +149,7 @@ def _gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any
 
 
 def _dynamic_slice(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A looked-up row, quantized as at serving time; a larger slice is a layout operation."""
+    """A looked-up row, quantized as at serving time. A larger slice is a layout operation."""
     moved = _moved(evaluator, eqn, values)
     if Lookup.of(eqn) is None or not is_latent(moved[0]):
         return moved

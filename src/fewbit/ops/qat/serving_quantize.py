@@ -42,14 +42,16 @@ def quantized_as_served(x: jax.Array, tiles: ServingTiles, scheme: Scheme, axis:
 
 
 def quantized_latent(latent: Latent) -> QArray | None:
-    """A trained parameter quantized as at serving, without a gradient; None where each product decides."""
+    """A trained parameter quantized as at serving, without a gradient. None where each product decides."""
     if latent.prequantized is not None or latent.served is None:
         return latent.prequantized
     return quantized_as_served(jax.lax.stop_gradient(latent.value), latent.served.on_last(latent.ndim), latent.policy.weight)
 
 
 def cut_latent(latent: Latent, spec: PartitionSpec, mesh: Mapping[str, int]) -> QArray | None:
-    """A trained parameter quantized for `shard_map`, where shards separate elements that share a scale; else None.
+    """A trained parameter quantized for `shard_map`, or None.
+
+    It is quantized where shards separate elements that share a scale.
 
     Args:
         latent: the parameter.

@@ -45,7 +45,7 @@ class ServingTiles:
         stacked: tuple[int, ...] = (),
         casts: tuple[str, ...] = (),
     ) -> "ServingTiles":
-        """The tiles of a scheme along `axis` (negative), of an array whose `stacked` axes a loop slices.
+        """The tiles of a scheme along `axis` of an array. `axis` is negative. A loop slices the `stacked` axes of the array.
 
         Raises:
             QuantError: where an axis is one of `stacked`.
@@ -66,7 +66,10 @@ class ServingTiles:
         return dataclasses.replace(self, tiles=self.tiles[gone:], looped=tuple(a for a in self.looped if a >= -ndim))
 
     def are_cut(self, scheme: Scheme, shape: tuple[int, ...], parts: tuple[int, ...]) -> bool:
-        """Whether equal parts, so many along each axis of an array of `shape`, separate elements that share a scale."""
+        """Whether equal parts separate elements that share a scale.
+
+        There are so many parts along each axis of an array of `shape`.
+        """
         cut = [a for a, count in enumerate(parts) if count > 1 and a - len(shape) not in self.looped]
         if not _is_local(scheme):
             return bool(cut)
@@ -137,7 +140,7 @@ def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
 
 
 def normalized(tile: Tile, length: int) -> Tile:
-    """The tile of an axis: 1 for an axis of one element, None for the whole axis."""
+    """The normal form of the tile of an axis. It is 1 for an axis of one element, None for the whole axis."""
     if length == 1:
         return 1
     return None if tile is None or tile >= length else tile

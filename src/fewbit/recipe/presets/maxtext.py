@@ -140,7 +140,7 @@ def _aqt_int8(fields: Mapping[str, Any]) -> Policy:
 
 
 def _qwix(scheme: str | Scheme) -> Callable[[Mapping[str, Any]], Policy]:
-    """Qwix's rule of one type; dgrad and wgrad use the codes of the forward pass."""
+    """Qwix's rule of one type. dgrad and wgrad use the codes of the forward pass."""
 
     def make(fields: Mapping[str, Any]) -> Policy:
         _shards(fields, allowed=(1,))

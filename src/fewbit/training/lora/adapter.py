@@ -81,7 +81,7 @@ class Adapter:
         return tuple(lengths[axis] for axis in range(-self.ndim, 0))
 
     def aligned(self) -> tuple[Array, Array]:
-        """Both factors with the weight's axes, of length 1 where one is missing, and the rank's last."""
+        """Both factors with the weight's axes, and the rank's last. An axis that a factor lacks has length 1."""
         b = jnp.moveaxis(self.b, len(self.stacked), -1)
         return self._aligned(self.a, self.stacked + self.inputs), self._aligned(b, self.stacked + self.outputs)
 
@@ -178,7 +178,7 @@ def _matched(match: str, resolution: Resolution) -> dict[str, Resolved]:
 
 
 def _axes(weight: Resolved, axis: int | tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The inputs and the stacked axes of a weight; None for one that no adapter fits."""
+    """The inputs and the stacked axes of a weight. None for one that no adapter fits."""
     path, leaf = weight.path, weight.shape
     products = tuple(use for use in weight.uses if use.op in PRODUCT_OPS and use.axes)
     if not products or not jnp.issubdtype(leaf.dtype, jnp.floating):

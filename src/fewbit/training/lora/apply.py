@@ -89,6 +89,6 @@ def apply(
 
 
 def _keys(key: Array, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Array:
-    """A random key for each element of the stacked axes, with the weight's axes and one more."""
+    """A random key for each element of the stacked axes. The keys have the weight's axes and one more."""
     lengths = [n if axis - len(shape) in stacked else 1 for axis, n in enumerate(shape)]
     return jax.random.split(key, math.prod(lengths)).reshape(*lengths, 1)

@@ -40,7 +40,7 @@ def accumulator(dtype: np.dtype) -> DTypeLike:
 def contracted(
     left: Operand, right: Operand, out: Sequence[int], precision: jax.lax.PrecisionLike, dtype: DTypeLike
 ) -> Array:
-    """An einsum of two arrays over numbered axes, accumulated in `dtype` and broadcast along axes of length 1.
+    """An einsum of two arrays over numbered axes. It accumulates in `dtype`, and broadcasts along axes of length 1.
 
     The result has the axes `out`, of length 1 where neither array has one; all others are summed over.
     """
@@ -71,7 +71,7 @@ def factored_product(
     out: Sequence[int],
     precision: jax.lax.PrecisionLike,
 ) -> Array:
-    """The product of an operand with `a b`, one factor after the other, in float32 or wider.
+    """The product of an operand with `a b`. It multiplies by one factor after the other, in float32 or wider.
 
     `x_axes`, `axes` and `out` are the numbers of the axes of `x`, of the weight and of the result, which has length 1 where
     neither operand has an axis.

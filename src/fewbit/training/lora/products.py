@@ -26,7 +26,7 @@ equation's parameters, and whether the weight is the right operand."""
 
 
 def _product(low_rank: LowRank) -> Rule:
-    """The rule of a product: the base product as without an adapter, plus the low-rank term."""
+    """The rule of a product with an adapter. It is the base product as without an adapter, plus the low-rank term."""
 
     def rule(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         is_right = isinstance(values[1], ArrayProxy)

@@ -34,7 +34,7 @@ def _weight(values: list[Any]) -> "Adapted":
 
 
 def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A layout op on the base and on each factor, which is constant along the weight's axes that it lacks."""
+    """A layout operation on the base and on each factor. A factor is constant along the weight's axes that it lacks."""
     w, starts = _weight(values), values[1:]
     try:
         factors = [[move(factor, starts) for factor in w.factors] for move in axis_moves(eqn)]

@@ -137,7 +137,7 @@ def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[
 
 
 def fastest(rows: Sequence[Row], m: int, size: int) -> dict[int, Row]:
-    """The fastest matmul per code width in bits, for M rows and one size; the fastest of all comes first."""
+    """The fastest matmul per code width in bits. It is for M rows and one size; the fastest of all comes first."""
     found: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: row.ms):
         if row.backend != DENSE and (row.m, row.k) == (m, size):
@@ -165,12 +165,15 @@ def random_weight(size: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("name", "axis"))
 def quantized(w: jax.Array, name: str, axis: int) -> QArray:
-    """Quantizes a weight with groups along the last axis ([N, K]) or the one before it ([K, N])."""
+    """Quantizes a weight with groups along one of its last axes.
+
+    It is the last axis ([N, K]) or the one before it ([K, N]).
+    """
     return quantize(w, name, axis=axis)
 
 
 def float_activations(grid: Grid) -> dict[str, str]:
-    """Why x stays float in products that `int8_activations` asks to quantize: a reason by scheme and layout."""
+    """Why x stays float in products that `int8_activations` asks to quantize. There is a reason by scheme and layout."""
     x, reasons = jax.ShapeDtypeStruct((grid.sizes[0],) * 2, jnp.float32), {}
     for name, (layout, axis) in itertools.product(grid.schemes, LAYOUTS.items()):
         q = jax.eval_shape(lambda x, name=name, axis=axis: with_int8_table(quantized(x, name, axis)), x)
@@ -190,7 +193,10 @@ def _weight(w: jax.Array, name: str, axis: int, grid: Grid) -> QArray:
 
 
 def with_int8_policy(q: QArray, axis: int) -> QArray | None:
-    """The weight with a policy that quantizes x to int8 in its blocks; None where kernels do not multiply its codes as integers."""
+    """The weight with a policy that quantizes x to int8.
+
+    It quantizes x in the weight's blocks. None where kernels do not multiply its codes as integers.
+    """
     coded, activation = with_int8_table(q), int8_activation(q, axis)
     if activation_refusal(coded, activation, axis):
         return None
@@ -211,7 +217,7 @@ def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | Non
 
 
 def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | None = None) -> float:
-    """The largest error over the rounding tolerance of K multiply-adds; NaN if a result is NaN.
+    """The largest error over the rounding tolerance of K multiply-adds. NaN if a result is NaN.
 
     The rounding unit is float32's on a CPU, and bfloat16's elsewhere, where dense matmuls may use it. Every element of
     every result is compared with float64; x repeats three rows.
@@ -253,7 +259,7 @@ def in_turn(run: Callable[..., Any], weights: Sequence[Any], links: int = 1) -> 
 
 @functools.partial(jax.jit, static_argnames=("axis", "backend"))
 def chain(x: jax.Array, *weights: "jax.Array | QArray", axis: int, backend: str | None = None) -> jax.Array:
-    """Runs the matmuls of x with each weight, made to depend on each other, and returns the last."""
+    """Runs the matmuls of x with each weight, and returns the last. Each is made to depend on the one before."""
     for w in weights[:-1]:
         x = x + (jnp.max(product(x, w, axis, backend)) * 1e-30).astype(x.dtype)
     return product(x, weights[-1], axis, backend)

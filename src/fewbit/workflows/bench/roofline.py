@@ -71,7 +71,7 @@ def circumstances(packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _kernels() -> str:
-    """The instruction sets of the C++ kernels that loaded, and the names of those that did not."""
+    """The instruction sets of the C++ kernels that loaded. Then come the names of those that did not load."""
     loaded = {module.rpartition("._")[2]: extension(module) for module in EXTENSIONS}
     missing = [name for name, found in loaded.items() if found.missing is not None]
     kinds = ", ".join(dict.fromkeys(found.isa for found in loaded.values() if found.missing is None)) or "none"
@@ -84,7 +84,7 @@ def _kernels() -> str:
 
 
 def _device_name() -> str:
-    """The name of JAX's default device: an accelerator's kind, or a CPU's model and core count."""
+    """The name of JAX's default device. It is an accelerator's kind, or a CPU's model and core count."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

@@ -105,7 +105,7 @@ def write_unfinished(
 
 
 def why_not_model(model: Model) -> str | None:
-    """Why a model cannot be written as a GGUF file in any scheme; None if it can.
+    """Why a model cannot be written as a GGUF file. The reason holds for any scheme. None if it can.
 
     Args:
         model: the model.
@@ -173,7 +173,7 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
 def _from_hugging_face(
     model: Model, config: Mapping[str, Any], names: Mapping[str, str], ternary: str, *, is_permuted: bool
 ) -> _Source:
-    """The metadata and conversions of a Hugging Face checkpoint; `names` are its names by path, where they differ."""
+    """The metadata and conversions of a Hugging Face checkpoint. `names` are its names by path, where they differ."""
     package = gguf_package(f"writing {model.path} as GGUF")
     architecture = architecture_of(config)
     by_name = {names.get(path, path): info for path, info in model.info.items()}

@@ -92,7 +92,7 @@ def _half_order(heads: int, head_dim: int) -> np.ndarray:
 
 
 def _with_rows(value: Value, order: np.ndarray) -> Value:
-    """The matrix with its rows in another order; a QArray's scales go with them, or it is dequantized."""
+    """The matrix with its rows in another order. A QArray's scales go with them, or it is dequantized."""
     if not isinstance(value, QArray):
         return value[order]
     is_by_row = value.scheme.tiles(2)[0] == 1 and value.scheme.pack_axis == -1

@@ -38,12 +38,18 @@ def outcome(model: Model, written: Path, results: Sequence[TensorResult], second
 
 
 def _has_tensors(file: Path) -> bool:
-    """Whether a file of the output has tensors: a GGUF file itself, safetensors, or a part of Orbax's tree."""
+    """Whether a file of the output has tensors.
+
+    Such files are a GGUF file itself, safetensors, and a part of Orbax's tree.
+    """
     return not file.name or file.suffix == ".safetensors" or file.parts[0] == TREE
 
 
 def stored_config(model: Model) -> dict[str, Any]:
-    """The `config.json` of the directory: a Hugging Face checkpoint's own; else ours, for a model that can be run."""
+    """The `config.json` of the directory.
+
+    A Hugging Face checkpoint has its own; else it is ours, for a model that can be run.
+    """
     if "model_type" in model.metadata:
         return dict(model.metadata)
     if model.config is not None:
@@ -73,7 +79,7 @@ def method_facts(
     calibration: CalibrationData | ImportanceFile | None = None,
     scaling: AbstractScaling | None = None,
 ) -> dict[str, Any]:
-    """What the directory records of the method and the scaling, with their settings and what they learned from."""
+    """What the directory records of the method and the scaling. That is their settings, and what they learned from."""
     facts: dict[str, Any] = {}
     for kind, one in (("scaling", scaling), ("method", method)):
         if one is not None and one != NEAREST:

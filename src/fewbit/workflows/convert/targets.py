@@ -104,7 +104,10 @@ def check_target(to: str, model: Model, plan: Plan) -> None:
 
 
 def _check_container(found: AbstractContainer, weights: Sequence[Weight], model: Model) -> None:
-    """Refuses weights that a container cannot store, with a way to decode those that are quantized in the source."""
+    """Refuses weights that a container cannot store.
+
+    The message has a way to decode those that are quantized in the source.
+    """
     schemes = {model.names.get(path, path): info.scheme for path, info in model.info.items()}
     try:
         found.check(weights)
@@ -135,7 +138,7 @@ def refusals(to: str, model: Model, plan: Plan) -> dict[str, str]:
 
 
 def default_candidates(to: str, bits: float) -> tuple[str, ...]:
-    """Schemes of 2 to 8 bits among which a number of bits per weight is spent by default, for a target."""
+    """The default candidate schemes of a target for `bits` per weight. They have 2 to 8 bits."""
     if to != "gguf":
         return ("int3_g64", "mxfp4", "nvfp4", "int8")
     names = ("tq2_0", "mxfp4", "iq4_nl", "q8_0")
@@ -153,7 +156,7 @@ def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:
 
 
 def write_tensors(to: str, job: Job, tensors: Callable[[frozenset[str]], Values]) -> Path:
-    """Writes the tensors of a model in a target's layout; the directory appears complete or not at all.
+    """Writes the tensors of a model in a target's layout. The directory appears complete or not at all.
 
     An exception leaves what is finished for the next run of the job.
 
@@ -195,7 +198,10 @@ def _writer(to: str, job: Job) -> DirectoryWriter | OrbaxWriter | ContainerWrite
 
 
 def _check_gguf(model: Model, plan: Plan) -> None:
-    """Refuses a model that llama.cpp has no architecture for, and weights that GGUF has no type for."""
+    """Refuses a model or weights that GGUF cannot store.
+
+    llama.cpp has no architecture for the model, or GGUF no type for a weight.
+    """
     if (reason := why_not_model(model)) is not None:
         raise UnsupportedError(reason)
     for weight in planned_weights(model, plan)[0]:
@@ -204,7 +210,7 @@ def _check_gguf(model: Model, plan: Plan) -> None:
 
 
 def prepared(to: str, model: Model) -> Model:
-    """The model as a target names its tensors: as a Hugging Face checkpoint for the containers.
+    """The model as a target names its tensors. For the containers it is named as a Hugging Face checkpoint.
 
     Args:
         to: the name of a target.
@@ -222,7 +228,7 @@ def prepared(to: str, model: Model) -> Model:
 
 
 def fused_modules(to: str) -> tuple[tuple[str, ...], ...]:
-    """The modules that the readers of a target multiply at once, by their names below one parent."""
+    """The modules that the readers of a target multiply at once. They are named below one parent."""
     if to in (one.name for one in CONTAINERS):
         return container(to).fused
     return ()
@@ -236,7 +242,7 @@ def representable(to: str, value: Value) -> Value:
 
 
 def fitted(to: str, model: Model, plan: Plan) -> Plan:
-    """The plan with the embeddings in float that a target does not store quantized; their reason says so.
+    """The plan with embeddings in float that the target cannot store quantized. Their reason says so.
 
     Args:
         to: the name of a target.
@@ -258,7 +264,7 @@ def fitted(to: str, model: Model, plan: Plan) -> Plan:
 
 
 def planned_weights(model: Model, plan: Plan) -> tuple[list[Weight], list[str]]:
-    """The quantized weights of a plan and the names of the other tensors, before anything is computed.
+    """The quantized weights of a plan, and the names of other tensors. They are known before anything is computed.
 
     Args:
         model: the source.
@@ -284,7 +290,7 @@ def planned_weights(model: Model, plan: Plan) -> tuple[list[Weight], list[str]]:
 
 
 def _roles(model: Model) -> dict[str, Role]:
-    """The role of each tensor by its name; one that no table has is a matmul's weight."""
+    """The role of each tensor by its name. One that no table has is a matmul's weight."""
     shapes = {model.names.get(path, path): info.shape for path, info in model.info.items()}
     found = checkpoint_roles(shapes, model.metadata, kind=model.kind, use_modules=False).roles
     return {name: Role.MATMUL if one.role is Role.UNKNOWN else one.role for name, one in found.items()}

@@ -30,7 +30,9 @@ def gathered(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """A block that every process runs; an error in one is raised in all, at its end. A barrier.
+    """A block that every process runs, with a barrier at its end.
+
+    An error in one process is raised in all, at the end of the block.
 
     Raises:
         QuantError: with the index and message of a process that failed, in the others.

@@ -85,7 +85,7 @@ def quantize_distributed(
     max_file_bytes: int = 2**30,
     on_tensor: Callable[[TensorResult], None] | None = None,
 ) -> Outcome:
-    """Quantizes in all processes of a JAX cluster; the directory appears complete or not at all.
+    """Quantizes in all processes of a JAX cluster. The directory appears complete or not at all.
 
     Every process calls it with the same arguments, after `jax.distributed.initialize`. Each reads only the bytes of its own
     tensors. Finished files stay in `.<name>.fewbit-work` next to the output until that is complete: the same call after an
@@ -138,7 +138,7 @@ def quantize_distributed(
 
 
 def check_needs_no_run(method: AbstractMethod | AbstractScaling, *, has_importance: bool) -> None:
-    """Refuses a method or scaling that must run the model, which no process has as a whole.
+    """Refuses a method or scaling that must run the model. No process has the model as a whole.
 
     Args:
         method: the method or scaling.
@@ -155,7 +155,7 @@ def check_needs_no_run(method: AbstractMethod | AbstractScaling, *, has_importan
 
 
 def output_files(plan: Plan, max_file_bytes: int) -> list[Part]:
-    """The rows of a plan by the file of the output that has their tensors, in order."""
+    """The rows of a plan by the output file of their tensors. The files are in order."""
     parts: list[list[PlanRow]] = []
     size = 0
     for row in plan:
@@ -168,7 +168,7 @@ def output_files(plan: Plan, max_file_bytes: int) -> list[Part]:
 
 
 def shares(parts: Mapping[int, Part], count: int) -> list[list[int]]:
-    """The parts of each of `count` processes: the largest first, each to the process with the fewest bytes to read."""
+    """The parts of each of `count` processes. The largest goes first, each to the process with the fewest bytes to read."""
     loads = [0] * count
     result: list[list[int]] = [[] for _ in range(count)]
     sizes = {i: sum(row.bytes_before for row in part) for i, part in parts.items()}
@@ -180,7 +180,7 @@ def shares(parts: Mapping[int, Part], count: int) -> list[list[int]]:
 
 
 def _agreed_job(task: _Task, parts: Sequence[Part]) -> str:
-    """A hash that identifies the job in all processes; QuantError where one was called with other arguments.
+    """A hash that identifies the job in all processes. QuantError where one was called with other arguments.
 
     The source's files are named by size and time as process 0 sees them, since each process may read a copy of its own.
     """
@@ -236,7 +236,10 @@ def _is_finished(path: Path, job: str) -> bool:
 
 
 def _write_part(path: Path, rows: Part, task: _Task, job: str, on_tensor: Callable[[TensorResult], None] | None) -> None:
-    """Quantizes the tensors of one file, and writes them with their results and the hashes of their sources."""
+    """Quantizes the tensors of one file, and writes them.
+
+    The file also gets their results and the hashes of their sources.
+    """
     sources, tensors, results = {}, {}, []
     model, part = task.model, dataclasses.replace(task.plan, rows=rows)
 

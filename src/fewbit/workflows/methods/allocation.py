@@ -121,7 +121,7 @@ def sensitivities(
 
 
 def fitting(plan: Plan, candidates: Iterable[str], refusals: Callable[[Plan], Mapping[str, str]]) -> list[str]:
-    """The candidates that can store one of a plan's weights or more; `refusals` as for `sensitivities`."""
+    """The candidates that can store any of the weights of a plan. `refusals` is as for `sensitivities`."""
     weights = [row.path for row in plan if row.policy is not None]
     return [name for name in candidates if len(refusals(_with_scheme(plan, name))) < len(weights)]
 
@@ -168,7 +168,7 @@ def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
 
 
 def tied(rows: Iterable[PlanRow]) -> tuple[tuple[str, ...], ...]:
-    """The weights that must have one scheme, because they are multiplied at once: q, k and v; gate and up; all experts."""
+    """The groups of weights that must have one scheme. They are multiplied at once: q, k and v; gate and up; all experts."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         name = re.sub(r"/experts/\d+/", "/experts/", row.path)
@@ -184,7 +184,7 @@ def _with_scheme(plan: Plan, name: str) -> Plan:
 
 
 def _storable(plan: Plan, name: str, refusals: Callable[[Plan], Mapping[str, str]]) -> Plan:
-    """The plan without the weights that cannot be stored; a scheme that fits none of them is an error."""
+    """The plan without the weights that cannot be stored. A scheme that fits none of them is an error."""
     refused = refusals(plan)
     rows = tuple(dataclasses.replace(row, policy=None) if row.path in refused else row for row in plan)
     if refused and all(row.policy is None for row in rows):
@@ -236,7 +236,7 @@ def _scores(
     config: DecoderConfig,
     groups: tuple[tuple[str, ...], ...],
 ) -> dict[str, Float[Array, " groups"]]:
-    """`g^T E` of each group of weights, by scheme: `g` is the gradient of the log-likelihood of drawn labels."""
+    """`g^T E` of each group of weights, by scheme. `g` is the gradient of the log-likelihood of drawn labels."""
 
     def log_likelihood(params: Mapping[str, Array]) -> Array:
         tree = stack_layers(stack_experts(params_from_paths(dict(params), config)))

@@ -220,7 +220,10 @@ def _kept(parts: FinishedParts | None, name: str, values: Mapping[str, Any]) -> 
 
 
 def _kept_streams(parts: FinishedParts | None, index: int, batches: Iterable[Array]) -> Collection[Any]:
-    """The residual streams in front of a layer, in batches: in memory, or in a part that replaces that of the layer before."""
+    """The residual streams in front of a layer, in batches.
+
+    They are in memory, or in a part that replaces that of the layer before.
+    """
     if parts is None:
         return list(batches)
     streams = parts.save(f"stream-{index}", ((str(i), batch) for i, batch in enumerate(batches)))
@@ -272,7 +275,7 @@ def _check_finite(name: str, products: Sequence[ScaledProduct]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FloatLayer:
-    """A layer of the float model on the calibration data; after the last layer the final norm and the head.
+    """A layer of the float model on the calibration data. The one after the last layer is the final norm and the head.
 
     Attributes:
         index: the number of the layer.
@@ -382,7 +385,10 @@ def _first_streams(model: Model, windows: Int[np.ndarray, "W T"], count: int = 1
 def _next_streams(
     forms: tuple[PyTree, ...], streams: Iterable[Any], index: Array, config: DecoderConfig
 ) -> Iterator[Float[Array, "S B T D"]]:
-    """The outputs of the forms of a layer, quantized or float, each for a residual stream of its own; in batches."""
+    """The outputs of the forms of a layer, in batches.
+
+    The forms are quantized or float, each for a residual stream of its own.
+    """
     return (_layer_outputs(forms, batch, index, config=config) for batch in map(jnp.asarray, streams))
 
 
@@ -426,7 +432,7 @@ def _layer_observations(
 
 
 def _with_stacked_experts(layer: PyTree) -> PyTree:
-    """The layer with its experts stacked where they are alike, so that a token passes its own experts only."""
+    """The layer with its experts stacked where they are alike. A token then passes its own experts only."""
     return stack_experts({"layers": [layer]})["layers"][0]
 
 
@@ -491,9 +497,10 @@ def _measured(
     streams: Float[Array, "S B T D"],
     measure: Measure,
 ) -> dict[str, Any]:
-    """The statistics of the products of some parameters in `fn(params, x)`, for the first stream as `x`.
+    """The statistics of the products of some parameters.
 
-    A second stream is the float model's, for cross moments.
+    The products are those in `fn(params, x)`, for the first stream as `x`. A second stream is the float model's, for cross
+    moments.
     """
     x, *exact = streams
 

@@ -38,7 +38,9 @@ class ExpertTokens:
         return tuple(number for number, count in enumerate(self.counts) if count == 0)
 
     def of(self, path: str) -> tuple[int, ...]:
-        """The tokens of the experts whose weight has this path: one, all where they are stacked, none for other weights.
+        """The tokens of the experts whose weight has this path.
+
+        It is the number of one expert, those of all experts where they are stacked, none for other weights.
 
         >>> tokens = ExpertTokens("layers/3/mlp/experts", (5, 0))
         >>> tokens.of("layers/3/mlp/experts/1/up"), tokens.of("layers/3/mlp/experts/up"), tokens.of("layers/3/attn/q")

@@ -14,7 +14,9 @@ from ..model import Model, Value, decoded, is_kept
 
 
 def scaled_inputs(model: Model, plan: Plan) -> tuple[ScalableInput, ...]:
-    """The inputs of a model that get scales: those of quantized weights, where every parameter that changes may change.
+    """The inputs of a model that get scales.
+
+    They are those of quantized weights, where every parameter that changes may change.
 
     Args:
         model: a model that can be run.
@@ -129,5 +131,5 @@ def _is_product(row: PlanRow) -> bool:
 
 
 def _last(path: str) -> str:
-    """The name of a parameter within its block, without numbers, so that identical layers have one row."""
+    """The name of a parameter within its block, without numbers. Identical layers thus have one row."""
     return path.rsplit("/", 1)[-1]

@@ -15,7 +15,9 @@ from .importance_file import tensor_names
 
 
 def importance_matrix(model: Model, data: CalibrationData, progress: Progress | None = None) -> ImportanceMatrix:
-    """Runs a text through a float decoder, and sums the squares of the inputs of each weight.
+    """Measures the importance of a model's weights on a text.
+
+    It runs the float decoder, and sums the squares of the inputs of each weight.
 
     Args:
         model: a model that can be run.

@@ -116,7 +116,7 @@ class ImportanceFile:
 
 
 def tensor_names(model: Model, path: str) -> tuple[str, ...]:
-    """The names of a weight in a GGUF file; of fused experts those of both parts.
+    """The names of a weight in a GGUF file. For fused experts they are those of both parts.
 
     Args:
         model: the model.

@@ -47,7 +47,7 @@ def measured_inputs(
 
 
 def with_expert_tokens(plan: Plan, inputs: MeasuredInputs, unseen: str) -> Plan:
-    """The plan with how many tokens the experts of each layer get, and what happens to those without any.
+    """The plan with the number of tokens of each layer's experts. It also says what happens to experts without any.
 
     Args:
         plan: the plan.
@@ -71,7 +71,10 @@ def with_expert_tokens(plan: Plan, inputs: MeasuredInputs, unseen: str) -> Plan:
 
 
 def _is_measured(path: str) -> bool:
-    """Whether a parameter may be the weight of a product inside a layer; one of those with the same input."""
+    """Whether a parameter may be the weight of a measured product.
+
+    The product is inside a layer. Of those with the same input, one is measured.
+    """
     return path.split("/")[-1] not in _LEFT_OUT and "norm" not in path and not path.endswith("bias")
 
 

@@ -106,7 +106,9 @@ def stored_scales(holder: AbstractFormat) -> np.ndarray:
 
 @functools.cache
 def last_useful_scale(fmt: AbstractFormat, holder: AbstractFormat) -> np.ndarray:
-    """The index of the largest useful scale, for each stored scale as the smallest that saturates nothing.
+    """The index of the largest useful scale, for each stored scale.
+
+    The stored scale is taken as the smallest that saturates nothing.
 
     >>> last_useful_scale(fb.FORMATS["e2m1"], fb.FORMATS["e4m3fn"])[[0, 7, 20]].tolist()
     [14, 14, 27]

@@ -90,14 +90,14 @@ def _best_fit(tiles: Tiles, target: Target) -> jax.Array:
 
 
 def _ranked(tiles: Tiles) -> jax.Array:
-    """The elements of each tile in ascending order along a new first axis, before the axes of a per-tile result."""
+    """The elements of each tile, ascending along a new first axis. The other axes are those of a per-tile result."""
     flat = jnp.moveaxis(tiles.x, tiles.within, range(len(tiles.within)))
     flat = flat.reshape(-1, *flat.shape[len(tiles.within) :])
     return jnp.sort(flat, axis=0).reshape(flat.shape[0], *tiles.amax.shape)
 
 
 def _smallest_possible(trials: Trials, error: jax.Array) -> jax.Array:
-    """A lower bound for better scales, in units of the tile: below it one element alone saturates by more than `error`."""
+    """A lower bound for better scales, in units of the tile. Below it one element alone saturates by more than `error`."""
     weights = trials.tiles.weights
     if weights is not None:
         error = jnp.where(weights > 0, error / jnp.where(weights > 0, weights, 1), jnp.inf)

@@ -65,7 +65,10 @@ def _decoded(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) 
 
 
 def _fitted(tiles: Tiles, target: Target, best: Candidate) -> Candidate:
-    """The least-squares scale and offset, `x ~ scale q + offset`, for the decoded codes `q` of a candidate."""
+    """The candidate with the least-squares scale and offset.
+
+    They fit `x ~ scale q + offset`, for the decoded codes `q` of `best`.
+    """
     below, above, scale, offset, _ = best
     safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
     unit = power_of_two(-tiles.exponent)

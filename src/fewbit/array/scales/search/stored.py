@@ -74,7 +74,10 @@ class Trials:
         return better((scale, self.error(scale)), best)
 
     def lowered(self, scale_at: Callable[[jax.Array], jax.Array], steps: jax.Array | int, best: Best) -> Best:
-        """The best of `best` and the ever smaller `scale_at(1), scale_at(2), ..`, tried while any tile can gain."""
+        """The best of `best` and ever smaller scales.
+
+        These are `scale_at(1), scale_at(2), ..`, tried while any tile can gain.
+        """
 
         def can_gain(state: tuple[jax.Array, Best]) -> jax.Array:
             step, best = state
@@ -154,11 +157,12 @@ def first_unsaturated(amax: jax.Array, target: Target, grid: np.ndarray) -> jax.
 
 @functools.cache
 def proven_window(fmt: AbstractFormat, holder: AbstractFormat, elements: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """The first and last E4M3 scale that can be optimal for E2M1, for each smallest one that saturates nothing.
+    """The first and last E4M3 scale that can be optimal for E2M1.
 
-    Linear programs over all tiles (every distribution of the other elements against every largest one) prove the codes
-    -4..+6 for up to 16 elements and -5..+6 for up to 32, relative to the smallest scale that saturates nothing; if that is
-    one of the lowest 8 (subnormal), the lowest 15. None where nothing is proven.
+    There is a pair for each smallest scale that saturates nothing. Linear programs over all tiles (every distribution of the
+    other elements against every largest one) prove the codes -4..+6 for up to 16 elements and -5..+6 for up to 32, relative
+    to the smallest scale that saturates nothing; if that is one of the lowest 8 (subnormal), the lowest 15. None where
+    nothing is proven.
     """
     if (fmt.name, holder.name) not in (("e2m1", "e4m3fn"), ("e2m1", "ue4m3")) or elements > 32:
         return None

@@ -23,7 +23,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
 
 
 def activation_name(given: Scheme) -> str | None:
-    """The scheme with these numbers and scales among the known ones; None if there is none.
+    """The scheme with these numbers and scales among the known ones. None if there is none.
 
     How MX scales are chosen is up to the engine, so it is not compared.
     """
@@ -46,7 +46,7 @@ def activation_arguments(given: Scheme | None) -> dict[str, Any] | None:
 
 
 def activation_scheme(arguments: Arguments | None) -> Scheme | None:
-    """The scheme of dynamic activations; None for none, and for static ranges, which a policy does not have."""
+    """The scheme of dynamic activations. None for none, and for static ranges, which a policy does not have."""
     if arguments is None:
         return None
     fields = ("num_bits", "type", "symmetric", "dynamic", "strategy", "group_size")

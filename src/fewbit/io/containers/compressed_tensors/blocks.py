@@ -67,7 +67,7 @@ class MXFloats(AbstractLayout):
 
 
 class NVFP4(AbstractLayout):
-    """Blocks of 16 E2M1 numbers with an E4M3 scale, and a float32 divisor of the tensor's scales.
+    """Blocks of 16 E2M1 numbers with an E4M3 scale. A float32 divisor applies to the tensor's scales.
 
     It decodes to bfloat16, so only bfloat16 weights are the same numbers there.
     """

@@ -33,7 +33,7 @@ class Arguments(msgspec.Struct, frozen=True):
     block_structure: tuple[Size, Size] | str | None = None
 
     def blocks(self, where: str) -> tuple[int, int] | None:
-        """The rows and columns of a block; None if the configuration does not say."""
+        """The rows and columns of a block. None if the configuration does not say."""
         structure = self.block_structure
         if not isinstance(structure, str):
             return structure
@@ -95,7 +95,10 @@ class Section:
                     self._named.setdefault(target, group)
 
     def group_of(self, module: str) -> ConfigGroup:
-        """The group of a quantized module: by its name, else by a pattern, else by its class."""
+        """The group of a quantized module.
+
+        It is found by the module's name, else by a pattern, else by the module's class.
+        """
         if len(self._groups) == 1:
             return self._groups[0]
         if module in self._named:

@@ -25,7 +25,9 @@ def divisor_of(factor: np.float32) -> np.float32 | None:
 
 
 def with_divisor(factor: np.float32) -> np.float32:
-    """The nearest factor that has a divisor, at most 8 units in the last place away; 0, NaN and infinity as they are.
+    """The nearest factor that has a divisor.
+
+    It is at most 8 units in the last place away; 0, NaN and infinity stay as they are.
 
     >>> bool(with_divisor(np.float32(7 / 2048)) == np.nextafter(np.float32(7 / 2048), np.float32(1)))
     True

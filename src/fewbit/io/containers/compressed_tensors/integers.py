@@ -97,7 +97,7 @@ class PackedIntegers(AbstractLayout):
 
 
 def _is_dense(module: Module, words: int, length: int, bits: int) -> bool:
-    """Whether `words` per row are one bit stream, not codes that start only where they fit into a word."""
+    """Whether the `words` of a row are one bit stream. Otherwise codes start only where they fit into a word."""
     dense = -(-length * bits // _WORD)
     padded = -(-length // (_WORD // bits))
     if words == dense and (_WORD % bits == 0 or length * bits <= _WORD or words != padded):
@@ -130,14 +130,17 @@ def _check_order(module: Module, length: int, tile: int | None) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _masks(length: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of a row in which all bits of codes are set, and in which the highest bit of each is."""
+    """Two masks of the bytes of a row of packed codes.
+
+    The first has all bits of codes set, the second the highest bit of each code.
+    """
     full = packed_bits(np.full((1, length), 2**bits - 1, np.uint8), bits)
     high = packed_bits(np.full((1, length), 2 ** (bits - 1), np.uint8), bits)
     return full, high
 
 
 def _stream(codes: np.ndarray, length: int, fmt: object) -> np.ndarray:
-    """Packed codes with half of the range added (mod `2**bits`) if they are signed, and padding zero."""
+    """Packed codes without sign, and with zero padding. Half of the range is added (mod `2**bits`) to signed codes."""
     assert isinstance(fmt, Integer)
     full, high = _masks(length, fmt.bits)
     codes = codes & full

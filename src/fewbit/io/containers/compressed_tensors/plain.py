@@ -132,7 +132,7 @@ def _signed(codes: np.ndarray, fmt: Any) -> np.ndarray:
 
 
 def _stored_scale(leaf: Any, q: QArray) -> np.ndarray:
-    """A scale or zero point per tile; one of the whole tensor has one axis."""
+    """A scale or zero point per tile. One of the whole tensor has one axis."""
     stored = per_tile(leaf, q)
     if q.scheme.tiles(2) == (None, None):
         return stored.reshape(1)

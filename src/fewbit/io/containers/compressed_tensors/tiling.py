@@ -11,7 +11,7 @@ from .layout import Module
 
 
 def strategy_of(scheme: Scheme, shape: Sequence[int]) -> dict[str, Any]:
-    """The `strategy` of a matrix, with its group size or block; `strategy` is None if there is none."""
+    """The `strategy` of a matrix, with its group size or block. `strategy` is None if there is none."""
     rows, columns = scheme.tiles(2)
     if rows == 1 and (columns is None or columns >= shape[1]):
         return {"strategy": "channel", "group_size": None}

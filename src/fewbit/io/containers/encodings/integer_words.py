@@ -64,9 +64,10 @@ def why_not_linear(weight: Weight) -> str | None:
 
 
 def integer_misfit(scheme: Scheme, bits: tuple[int, ...]) -> str | None:
-    """Why a scheme is not integers of these bits with 16-bit scales in groups along the rows. None if it is.
+    """Why a scheme is not integers with 16-bit scales.
 
-    Zero points are integers with the bits and the sign of the codes, or there are none.
+    The integers have one of these numbers of bits, and groups run along the rows. None if it is. Zero points are integers
+    with the bits and the sign of the codes, or there are none.
     """
     form, zero = scheme.format, scheme.zero_point
     if not isinstance(form, Integer) or form.step != 1 or form.bits not in bits:

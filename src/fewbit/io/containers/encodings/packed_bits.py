@@ -4,7 +4,7 @@ import numpy as np
 
 
 def packed_bits(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes `[..., n]` as a bit stream along the last axis, code 0 in the lowest bits of byte 0.
+    """Codes `[..., n]` as a bit stream along the last axis. Code 0 is in the lowest bits of byte 0.
 
     >>> packed_bits(np.array([[1, 2, 3]], np.uint8), 4).tolist()
     [[33, 3]]

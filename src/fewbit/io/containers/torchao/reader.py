@@ -192,7 +192,7 @@ def _float8_group(stored: StoredTensor, data: Attributes) -> Group:
 
 
 def _logical(stored: StoredTensor, codes: tuple[int, ...], per_byte: int, block: int) -> tuple[int, ...]:
-    """The shape of a tensor from that of its codes; blocks divide the last axis."""
+    """The shape of a tensor from that of its codes. Blocks divide the last axis."""
     shape = (*codes[:-1], *(n * per_byte for n in codes[-1:]))
     if len(shape) not in (2, 3) or shape[-1] % block:
         raise stored.fault(f"codes of shape {codes} are no rows of blocks of {block}")
@@ -212,7 +212,10 @@ def _is_swizzled(stored: StoredTensor, data: Attributes, scale: tuple[int, ...],
 
 
 def _in_order(scale: np.ndarray, shape: tuple[int, ...], block: int, is_swizzled: bool) -> np.ndarray:
-    """Scales in the order of their blocks; tensor cores take tiles of 128 rows and 4 columns, in 32 runs of 16."""
+    """Scales in the order of their blocks.
+
+    For tensor cores they are stored in tiles of 128 rows and 4 columns, in 32 runs of 16.
+    """
     if not is_swizzled:
         return scale
     rows, columns = -(-shape[0] // 128), -(-shape[1] // block // 4)

@@ -23,7 +23,7 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Cpu(AbstractBackend[AttentionProblem]):
-    """C++ for the CPU; reads the KV cache in place and skips masked positions.
+    """C++ for the CPU. It reads the KV cache in place and skips masked positions.
 
     Attributes:
         isa: the instruction set to use, if the machine has it: avx512, avx2, portable (on arm64: NEON); None: the best.

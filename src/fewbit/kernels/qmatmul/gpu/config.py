@@ -154,7 +154,7 @@ def blocks_for(family: tuple[DotConfig, ...], m: int) -> DotConfig:
 
 
 def splits_for(blocks: DotConfig, m: int, n: int, k: int, multiprocessors: int) -> int:
-    """The number of splits of K that fills the GPU, at least four steps each.
+    """The number of splits of K that fills the GPU. Each split has four steps or more.
 
     >>> splits_for(DotConfig(16, 16, 64, 128, 4, 3), 16, 4096, 4096, 132)
     4

@@ -131,7 +131,7 @@ def dot_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """A block of `y[s, m, n] = sum_k x[m, k] w[k, n]`, k in split s; GP > 0: w of m's group."""
+    """A block of `y[s, m, n] = sum_k x[m, k] w[k, n]`. k is in split s. GP > 0: w is that of m's group."""
     scales_sums: tl.constexpr = TK == 0 and SCALES.zero == "none"
     blocks_m, blocks_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
     if GP > 0:

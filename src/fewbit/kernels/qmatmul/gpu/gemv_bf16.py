@@ -36,7 +36,10 @@ from .groups import group_of, group_pointers
 @triton.jit
 @typing.no_type_check
 def in_order(low, high, R: tl.constexpr, BYTES: tl.constexpr):
-    """Codes `2i` and `2i + 1` of bytes `[.., BYTES]` in the product's order of K, `[R, 2 BYTES]`."""
+    """The two codes of each byte, in the product's order of K.
+
+    Byte i of `[.., BYTES]` has codes `2i` and `2i + 1`; the result is `[R, 2 BYTES]`.
+    """
     each = tl.reshape(tl.join(low, high), (R, BYTES // 4, 4, 2))
     return tl.reshape(tl.permute(each, (0, 1, 3, 2)), (R, 2 * BYTES))
 
@@ -126,7 +129,7 @@ def pairs_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """A BM x BN block of `y[m, n] = sum_k x[m, k] w[n, k]`; GP > 0: w of m's group."""
+    """A BM x BN block of `y[m, n] = sum_k x[m, k] w[n, k]`. GP > 0: w is that of m's group."""
     of_chunk: tl.constexpr = CHUNK * CODES.bits // 8
     is_short: tl.constexpr = TK > 0 and TK < CHUNK
     tiles: tl.constexpr = CHUNK // TK if is_short else 1

@@ -107,7 +107,7 @@ def gemv_launch(
 
 
 def gemv_refuses(matrix: Matrix, codes_strides: tuple[int, int], address: int) -> str | None:
-    """Why the float32 GEMV kernel does not support the codes; None when it does."""
+    """Why the float32 GEMV kernel does not support the codes. None when it does."""
     if not matrix.packs_k or codes_strides[0] != 1:
         return "its bytes are not contiguous along the contraction"
     if codes_strides[1] % 4 or address % 4 or -(-matrix.k * matrix.bits // 8) % 4:
@@ -146,7 +146,7 @@ def pairs_launch(
 
 
 def pairs_refuses(matrix: Matrix, codes_strides: tuple[int, int]) -> str | None:
-    """Why the bfloat16 GEMV kernel does not support the codes; None when it does."""
+    """Why the bfloat16 GEMV kernel does not support the codes. None when it does."""
     scheme = matrix.scheme
     if (reason := gpu_pairs.unsupported(scheme.format)) is not None:
         return f"{reason} are not decoded to bfloat16"

@@ -212,7 +212,7 @@ def launched(
     name: str,
     vmem_limit_bytes: int | None = None,
 ) -> Callable[..., jax.Array]:
-    """A kernel as a function of one matrix's arrays; the last block is the result, the last grid axis the contraction."""
+    """A kernel as a function of one matrix's arrays. The last block is the result, the last grid axis the contraction."""
     *read, out = blocks
     return pl.pallas_call(
         kernel,

@@ -41,7 +41,7 @@ def unit_of(q: QArray) -> int:
 
 
 def joined(parts: Sequence[QArray], axis: int, join: Callable[[list[Any]], Any], times: int = 1) -> QArray:
-    """Concatenates arrays of the same scheme along an axis; every part keeps its scales.
+    """Concatenates arrays of the same scheme along an axis. Every part keeps its scales.
 
     `join` concatenates corresponding leaves; the parts repeat `times` times (once per device, for an all-gather). NoRuleError
     when schemes or tiles differ, or a tile or byte would contain elements of two parts.
@@ -139,7 +139,7 @@ def _reversed(q: QArray, axis: int) -> QArray:
 
 
 def reshaped(q: QArray, shape: Sequence[int]) -> QArray:
-    """The array in another shape; NoRuleError when a tile or a byte would be cut."""
+    """The array in another shape. NoRuleError when a tile or a byte would be cut."""
     try:
         return q.reshape(tuple(int(n) for n in shape))
     except QuantError as error:
@@ -167,7 +167,7 @@ def _packed(codes: jax.Array, q: QArray, axis: int) -> jax.Array:
 
 
 def untiled(q: QArray, axis: int) -> QArray:
-    """The array with a separate scale (and zero point, and tensor scale) per element along an axis."""
+    """The array with a separate scale per element along an axis. Likewise its zero point and its tensor scale."""
     n = q.shape[axis]
     if q.scale.shape[axis] not in (1, n):
         q = taken_rows(q, jnp.arange(n), axis)

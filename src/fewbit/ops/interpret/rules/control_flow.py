@@ -109,7 +109,10 @@ def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> li
 
 
 def stacked(q: PyTree) -> PyTree:
-    """A value with leaves per element of its first axis, so that a loop can slice it; separate scales, for a QArray."""
+    """A value whose leaves a loop can slice along its first axis.
+
+    The leaves have an element for each of that axis; a QArray gets separate scales.
+    """
     if isinstance(q, ArrayProxy):
         return q.stacked()
     if not isinstance(q, QArray):
@@ -129,7 +132,7 @@ def stacked(q: PyTree) -> PyTree:
 
 
 def _stable_carry(evaluator: Evaluator, eqn: jex_core.JaxprEqn, step: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
-    """The carry of a loop; QArrays that one step returns in another form are decoded."""
+    """The carry of a loop. QArrays that one step returns in another form are decoded."""
     if not any(map(is_proxy, carry)):
         return list(carry)
     after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)

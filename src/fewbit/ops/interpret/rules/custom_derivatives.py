@@ -22,7 +22,7 @@ from ..traced import Traced, array_leaves
 
 
 def _traced(evaluator: Evaluator, fn: Callable[..., Any], *args: PyTree) -> PyTree:
-    """`fn` of values that may be proxies: traced on arrays, then evaluated with the rules. Returns any pytree."""
+    """`fn` of values that may be proxies. It is traced on arrays, then evaluated with the rules. Returns any pytree."""
     traced = Traced.of(fn, args, {})
     outputs = evaluator.evaluate(traced.closed.jaxpr, traced.closed.consts, array_leaves(args))
     return jax.tree.unflatten(traced.out_tree, outputs)
@@ -117,7 +117,7 @@ def _pulled(evaluator: Evaluator, treedef: Any, *leaves_and_gradients: PyTree) -
 
 
 def _cotangent(x: PyTree, gradient: PyTree) -> PyTree:
-    """The cotangent of a value: of a QArray that of its scales, through its decoded array."""
+    """The cotangent of a value. Of a QArray it is that of its scales, through its decoded array."""
     if not is_proxy(x):
         return gradient
     return jax.vjp(array_of, x)[1](gradient)[0]

@@ -26,7 +26,7 @@ def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]
 
 
 def moved(q: QArray, move: AxisMove) -> QArray:
-    """The array after a layout operation; NoRuleError when a tile or a byte would be cut."""
+    """The array after a layout operation. NoRuleError when a tile or a byte would be cut."""
     try:
         if move.is_transposed:
             q = q.transpose(*move.order)
@@ -41,7 +41,7 @@ def moved(q: QArray, move: AxisMove) -> QArray:
 
 
 def _regrouped(q: QArray, move: AxisMove) -> QArray:
-    """A reshape; where it would cut bytes, the codes are packed along an axis that it keeps.
+    """The result of a reshape. Where it would cut bytes, the codes are packed along an axis that it keeps.
 
     A reshape with a transpose is how JAX regroups the kernel for the gradient of a grouped convolution. It is not refused for
     tiles: merged axes get a scale per element.

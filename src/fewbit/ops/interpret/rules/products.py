@@ -137,11 +137,11 @@ def _rows(eqn: jex_core.JaxprEqn, lookup: Lookup, q: QArray, indices: jax.Array)
 
 
 def gathered(eqn: jex_core.JaxprEqn, leaf: jax.Array, indices: jax.Array, tiles: Sequence[Tile]) -> jax.Array:
-    """Gathers from a leaf (such as the scales) that has one element per tile of the indexed array.
+    """Gathers from a leaf that has one element per tile.
 
-    The leaf has the array's axes, some of length 1, and perhaps trailing ones. Out-of-bounds indices are clipped; the result
-    has length 1 along axes of indices that do not matter. NoRuleError for slices that take neither one element nor all of an
-    axis, and for tiles along a batch axis.
+    The tiles are those of the indexed array, whose scales are such a leaf. The leaf has the array's axes, some of length 1,
+    and perhaps trailing ones. Out-of-bounds indices are clipped; the result has length 1 along axes of indices that do not
+    matter. NoRuleError for slices that take neither one element nor all of an axis, and for tiles along a batch axis.
     """
     numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
     ndim = len(shape_of(eqn.outvars[0]))

@@ -24,7 +24,10 @@ from ..proxy import ArrayProxy
 
 
 class _Rules(dict[str, Rule]):
-    """Rules of a few primitives, that of products from `products`; calls have their own rules, and all others slice the stack."""
+    """Rules of a few primitives; all others slice the stack.
+
+    That of products comes from `products`. Calls have their own rules.
+    """
 
     def get(self, key: str, default: Rule | None = None) -> Any:
         if key not in ("jit", "pjit", "closed_call"):

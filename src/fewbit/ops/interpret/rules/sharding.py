@@ -23,7 +23,10 @@ from .concatenate import is_packed_along, joined, reshaped, spread, tile_length,
 
 
 def leaf_shardings(q: QArray, sharding: object) -> PyTree:
-    """The sharding of each leaf, from that of the array; NoRuleError without a definite spec, or when it cuts a tile or byte."""
+    """The sharding of each leaf, from that of the array.
+
+    NoRuleError without a definite spec, or when it cuts a tile or byte.
+    """
     if not isinstance(sharding, NamedSharding):
         raise NoRuleError(f"its sharding is a {type(sharding).__name__}; only a NamedSharding names the axes")
     if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
@@ -35,7 +38,7 @@ def leaf_shardings(q: QArray, sharding: object) -> PyTree:
 
 
 def constrained(x: PyTree, sharding: PyTree) -> PyTree:
-    """A value with a sharding constraint, on every leaf of a QArray; other proxies are unchanged."""
+    """A value with a sharding constraint, on every leaf of a QArray. Other proxies are unchanged."""
     if isinstance(x, ArrayProxy):
         return x
     if isinstance(x, QArray):
@@ -91,7 +94,9 @@ def _all_gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list
 
 
 def sharded_ready(q: QArray, spec: PartitionSpec, mesh: Mapping[str, int]) -> QArray:
-    """The array with leaves that a PartitionSpec cuts where it cuts the array; NoRuleError for a tile or byte of two shards.
+    """The array, ready to be cut by a PartitionSpec.
+
+    The spec cuts the leaves where it cuts the array. NoRuleError for a tile or byte of two shards.
 
     Args:
         q: the array.
@@ -132,7 +137,7 @@ def _cut_ready(q: QArray, axis: int, parts: int) -> QArray:
 
 
 def _joinable(q: QArray, spec: PartitionSpec) -> QArray:
-    """One shard with explicit tiles on the axes of a PartitionSpec, so that the shards' leaves make one array.
+    """One shard with explicit tiles on the axes of a PartitionSpec. The leaves of all shards then make one array.
 
     Raises:
         NoRuleError: when a tile or a byte would contain elements of two shards.
@@ -158,7 +163,7 @@ def _joinable_along(q: QArray, axis: int) -> QArray:
 
 
 def _shard_map(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """`shard_map` over an interpreted body; quantized results stay quantized, such as weights kept for a backward pass."""
+    """`shard_map` over an interpreted body. Quantized results stay quantized, such as weights kept for a backward pass."""
     params = eqn.params
     mesh, names = params["mesh"], set(params["newly_manual_axes"])
     lengths = {name: mesh.shape[name] for name in mesh.axis_names if name in names}
