@@ -4,6 +4,7 @@ The rest is in pyproject.toml. `kernels/quantize/cpu/quantize.cc` becomes `fewbi
 compiler, or where one fails, the installation goes on without the extension, and the reference kernels compute.
 """
 
+import contextlib
 import functools
 import os
 import re
@@ -25,12 +26,21 @@ HEADERS = sorted(map(str, KERNELS.rglob("*.h")))
 fingerprint = runpy.run_path(str(KERNELS / "fingerprint.py"))["fingerprint"]
 
 
+def say_left_out(why: str) -> None:
+    """Says in one line why there are no kernels: on the terminal, too, because pip shows nothing that a build prints."""
+    line = f"fewbit: the C++ kernels are left out, because {why}; the reference kernels compute"
+    print(line)
+    if not sys.stdout.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            terminal.write(f"\n{line}\n")  # pip's own line has no end yet
+
+
 def ffi_include() -> str | None:
     """The folder of the XLA FFI headers, which are part of jaxlib; None where jax is not importable."""
     try:
         import jax.ffi
     except ImportError:
-        print("fewbit: the C++ kernels are left out, because jax is not importable here; the reference kernels compute")
+        say_left_out("jax is not importable here")
         return None
     return jax.ffi.include_dir()
 
@@ -73,7 +83,7 @@ def extension(source: Path, include: str) -> Extension:
 def extensions() -> list[Extension]:
     """One extension for each C++ file; none without the headers, or with a compiler that cannot compile them."""
     if sys.platform == "win32":  # the sources use the vectors and attributes of GCC and Clang
-        print("fewbit: the C++ kernels are left out, because they need GCC or Clang; the reference kernels compute")
+        say_left_out("they need GCC or Clang")
         return []
     include = ffi_include()
     return [extension(source, include) for source in SOURCES] if include else []
@@ -102,7 +112,7 @@ class BuildKernels(build_ext):
         outdated = [extension for extension in self.extensions if self.force or self._is_outdated(extension)]
         compiler = shlex.split(os.environ.get("CXX", "")) or getattr(self.compiler, "compiler_cxx", None) or ["c++"]
         if outdated and shutil.which(compiler[0]) is None:
-            print(f"fewbit: the C++ kernels are left out, because {compiler[0]} is not found; the reference kernels compute")
+            say_left_out(f"{compiler[0]} is not found")
             self.extensions = [extension for extension in self.extensions if extension not in outdated]
             return
         # The sources of several units first, so that none of them is compiled alone at the end.

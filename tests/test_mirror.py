@@ -52,7 +52,6 @@ SUITES = (
     Suite("ops/interpret/test_transparent.py", "slices and look-ups of arrays, leaf by leaf", {"array": "leaves"}),
     # Kernels.
     Suite("kernels/test_extension.py", "extensions of other sources are stale", {"kernels": "fingerprint"}),
-    Suite("kernels/test_backend.py", "which backend is chosen, and why another is not", {"kernels": "lowering"}),
     Suite(
         "kvcache/test_attention.py",
         "attention over codes against the formula on decoded numbers",
@@ -69,7 +68,7 @@ SUITES = (
     Suite(
         "kernels/qmatmul/cpu/test_backend.py",
         "the compiled product, its primitive and its gradients",
-        {"kernels/qmatmul": "primitive", "kernels/qmatmul/cpu": "ffi"},
+        {"kernels/qmatmul": "call", "kernels/qmatmul/cpu": "ffi"},
     ),
     Suite(
         "kernels/qmatmul/gpu/test_gemm.py",

@@ -13,8 +13,9 @@ import pytest
 
 import fewbit as fb
 from fewbit.formats import AbstractFormat
-from fewbit.kernels.attention import QUERIES
+from fewbit.kernels.attention import QUERIES, Block
 from fewbit.kernels.attention.cpu import backend as attention_cpu
+from fewbit.kernels.attention.problem import AttentionProblem
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul.cpu.block_ffi import native_blocks
 from fewbit.kernels.qmatmul.cpu.ffi import native_product
@@ -94,7 +95,9 @@ def attention(scheme: str | None, *, has_int8_queries: bool = False) -> None:
     if has_int8_queries:
         queries = fb.quantize(queries, QUERIES)
     seen = jnp.array([4, 5, 6, 7], jnp.int32)
-    attention_cpu._native(attention_cpu.Cpu(), 2.0, queries, normal(6), *held, seen, jnp.int32(1), seen - 3)
+    block = Block(*held, seen, jnp.int32(1), seen - 3)
+    sinks = normal(6)
+    attention_cpu.Cpu().run(AttentionProblem.of(queries, [block], sinks, 2.0), queries, [block], sinks)
 
 
 def quantized(scheme: str) -> None:
@@ -110,7 +113,7 @@ def quantized(scheme: str) -> None:
 
 def decoded(scheme: str) -> None:
     q = stack(scheme, (12, 64))
-    quantize_cpu._native_decoded(CpuDequantizer(), Decoding(q.shape, "float32", q.scheme, q.tiles), q)
+    CpuDequantizer().run(Decoding(q.shape, "float32", q.scheme, q.tiles), q)
 
 
 CALLS = {

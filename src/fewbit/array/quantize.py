@@ -349,9 +349,10 @@ def _largest_finite(x: Array) -> Array:
 
 def tensor_scale_of(x: Array, scheme: Scheme, error_weights: Given = None, rounding: Rounding | None = None) -> Array | None:
     """The tensor scale of the scheme's calibration, with as many axes as `x`. None if the scheme has none."""
-    x, calibration = x.astype(jnp.float32), scheme.calibration
+    if not scheme.tensor_scale:
+        return None
+    x, calibration, holder = x.astype(jnp.float32), scheme.calibration, scheme.scale
     smallest = chosen_tensor_scale(x, scheme.format.bound, scheme)
-    holder = scheme.scale
     if smallest is None or not calibration.searches_tensor_scale:
         return smallest
     if not isinstance(holder, AbstractFormat) or isinstance(holder, E8M0):

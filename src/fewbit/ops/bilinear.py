@@ -398,11 +398,11 @@ def _own_random(rules: ProductConfig, key: jax.Array | None, g: jax.Array) -> tu
     if key is None or not any(arm.needs_key for arm in arms):
         return None, None
     total = jax.lax.bitcast_convert_type(jnp.sum(g.astype(jnp.float32)), jnp.uint32)
-    words = jax.random.key_data(key)
-    own = words.at[0].set(words[0] ^ total)
-    impl, found = jax.random.key_impl(key), []
+    words, impl, found = jax.random.key_data(key), jax.random.key_impl(key), []
+    ends = np.eye(len(words), dtype=np.uint32)[[0, -1]]
+    own = words ^ total * ends[0]
     for arm, constant in zip(arms, (0x9E3779B9, 0x85EBCA77), strict=True):
-        of_side = own.at[-1].set(own[-1] ^ jnp.uint32(constant))
+        of_side = own ^ np.uint32(constant) * ends[1]
         places = jnp.arange(-(-(arm.hadamard or 0) // 32), dtype=jnp.uint32)
         signs = _mixed(_mixed(of_side[0] ^ places) ^ of_side[-1])
         found.append(Random(jax.random.wrap_key_data(of_side, impl=impl), signs))

@@ -174,9 +174,13 @@ def rotated(
     rotation = signs[:, None] * hadamard(rows)
 
     def rotate(x: jax.Array, axis: int) -> jax.Array:
-        last = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
-        runs = last.reshape(*last.shape[:-1], length // rows, rows)  # [..., K/rows, rows]
-        product = jnp.matmul(runs, rotation, precision=jax.lax.Precision.HIGHEST)
-        return jnp.moveaxis(product.reshape(last.shape), -1, axis)
+        before, after = math.prod(x.shape[:axis]), math.prod(x.shape[axis:][1:])
+        runs = x.astype(jnp.float32).reshape(before * length // rows, rows, after)  # [B, rows, N]
+        if after == 1:
+            product = jnp.matmul(runs[..., 0], rotation, precision=jax.lax.Precision.HIGHEST)
+        else:  # a batched product needs no transpose of x
+            turns = jnp.broadcast_to(rotation.T, (len(runs), rows, rows))
+            product = jnp.matmul(turns, runs, precision=jax.lax.Precision.HIGHEST)
+        return product.reshape(x.shape)
 
     return rotate(a, a_axis), rotate(b, b_axis)

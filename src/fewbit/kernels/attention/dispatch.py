@@ -1,13 +1,11 @@
 """Attention: selects the backend and calls it."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
-from ...array.qarray import QArray
 from ..backend import AbstractBackend, select
-from ..lowering import require_platform
+from ..lowering import computed
 from .cpu.backend import Cpu
 from .problem import AttentionProblem, Block, Queries
 from .reference import Reference
@@ -57,11 +55,8 @@ def attention(
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
     problem = AttentionProblem.of(q, blocks, sinks, soft_cap)
-    chosen = select(BACKENDS, problem, backend).backend
-    if backend is None:
-        return chosen.run(problem, q, blocks, sinks)
-    if isinstance(q, QArray):
-        q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, problem.operation))
-    else:
-        q = require_platform(q, chosen, problem.operation)
-    return chosen.run(problem, q, blocks, sinks)
+    choice = select(BACKENDS, problem, backend)
+    y: Float[Array, "B H T h"] = computed(
+        choice, problem, q, list(blocks), sinks, reference=BACKENDS[-1], is_named=backend is not None
+    )
+    return y

@@ -24,6 +24,7 @@ QUERIES = Scheme(FORMATS["int8_narrow"], {...: 1, -1: None})
 H = TypeVar("H")
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
     """The keys and values of some positions, and their mask.

@@ -8,10 +8,10 @@ from jax.typing import DTypeLike
 
 from ...array.qarray import QArray
 from ..backend import AbstractBackend, select
+from .call import multiplied
 from .cpu.backend import Cpu
 from .gpu.backend import TritonGPU
 from .kernel import AbstractKernel
-from .primitive import bound
 from .problem import DimensionNumbers, Operand, Problem
 from .reference import Reference, decodes_both
 from .tpu.backend import PallasTPU
@@ -62,7 +62,7 @@ def product(
         return _empty(problem, *operands)
     kernels = [kernel for kernel in choice.kernels if isinstance(kernel, AbstractKernel)]
     if kernels and isinstance(choice.backend, AbstractKernel | Reference):
-        return bound(problem, operands, kernels, is_named=backend is not None)
+        return multiplied(problem, operands, kernels, is_named=backend is not None)
     return choice.backend.run(problem, *operands)
 
 
@@ -95,7 +95,7 @@ def picked_product(
     kernels = [kernel for kernel in select(BACKENDS, problem).kernels if isinstance(kernel, AbstractKernel)]
     if not kernels or any(kernel.unsupported(stack) for kernel in kernels):
         return None
-    return bound(stack, (x, q), kernels, is_named=False, index=index)[0]
+    return multiplied(stack, (x, q), kernels, is_named=False, index=index)[0]
 
 
 def _empty(problem: Problem, *operands: QArray | jax.Array) -> jax.Array:

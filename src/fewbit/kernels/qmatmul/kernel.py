@@ -81,9 +81,9 @@ class AbstractKernel(AbstractBackend[Problem]):
         return self.paired(x, element(q, index, keepdims=True), contracts_cols=contracts_cols, dtype=dtype)
 
     def run(self, problem: Problem, *operands: Any) -> jax.Array:
-        from .primitive import bound  # it needs this class
+        from .call import multiplied  # it needs this class
 
-        return bound(problem, operands, (self,), is_named=True)
+        return multiplied(problem, operands, (self,), is_named=True)
 
 
 def element(q: QArray, index: jax.Array | int, *, keepdims: bool = False) -> QArray:

@@ -1,6 +1,5 @@
 """`fb.quantize` and `fb.dequantize`: select the backend."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -15,7 +14,7 @@ from ...array.scheme import Scheme
 from ...array.scheme import scheme as as_scheme
 from ...errors import QuantError
 from ..backend import AbstractBackend, select
-from ..lowering import are_split, require_platform
+from ..lowering import are_split, computed
 from .cpu.backend import CpuDequantizer, CpuQuantizer
 from .gpu.backend import TritonDequantizer, TritonQuantizer
 from .problem import Decoding, Quantization
@@ -118,12 +117,10 @@ def _quantize(
     problem = Quantization(
         x.shape, x.dtype.name, bound, key_impl, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
     )
-    chosen = select(QUANTIZERS, problem, backend).backend
+    choice = select(QUANTIZERS, problem, backend)
     if not x.size:  # nothing to compute
         return quantized(x, bound, *given, problem.shared_noise)
-    if backend is not None:
-        x = require_platform(x, chosen, problem.operation)
-    q: Any = chosen.run(problem, x, *given)
+    q: Any = computed(choice, problem, x, *given, reference=QUANTIZERS[-1], is_named=backend is not None)
     return q
 
 
@@ -162,12 +159,11 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | Dequ
 def _dequantize(q: QArray, dtype: DTypeLike | None, backend: str | Dequantizer | None) -> jax.Array:
     dtype = float_dtype(q, dtype)
     problem = Decoding(q.shape, dtype.name, q.scheme, q.tiles)
-    chosen = select(DEQUANTIZERS, problem, backend).backend
+    choice = select(DEQUANTIZERS, problem, backend)
     if not q.size:  # nothing to compute
         return dequantized(q, dtype)
-    if backend is not None:
-        q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, problem.operation))
-    return chosen.run(problem, q)
+    x: jax.Array = computed(choice, problem, q, reference=DEQUANTIZERS[-1], is_named=backend is not None)
+    return x
 
 
 _jitted_dequantize = jax.jit(_dequantize, static_argnums=(1, 2), inline=True)

@@ -1,7 +1,6 @@
 """Attention in C++ on CPU, an FFI call to `attention.cc`."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
@@ -12,11 +11,9 @@ from jaxtyping import PyTree
 from ....array.qarray import QArray
 from ...backend import AbstractBackend
 from ...extension import device_refusal, extension
-from ...lowering import on_platform
 from ...qmatmul.cpu.ffi import LEVELS, code_values, flat, scale_buffers
 from ...qmatmul.problem import Operand
 from ..problem import AttentionProblem, Block, KVValues, Queries
-from ..reference import attended
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
@@ -49,37 +46,31 @@ class Cpu(AbstractBackend[AttentionProblem]):
 
     def run(self, problem: AttentionProblem, *operands: PyTree) -> jax.Array:
         q, (block,), sinks = operands
-        layer = None if block.layer is None else jnp.int32(block.layer)
-
-        def reference(q: Queries, sinks: jax.Array | None, *parts: PyTree) -> jax.Array:
-            return attended(q, [Block(*parts)], sinks, soft_cap=problem.soft_cap)
-
-        native = functools.partial(_native, self, problem.soft_cap)
-        return on_platform("cpu", native, reference)(q, sinks, block.keys, block.values, block.seen, layer, block.first)
+        return _attended(self, problem.soft_cap, q, block, sinks)
 
 
-def _native(
-    backend: Cpu,
-    soft_cap: float,
-    q: Queries,
-    sinks: jax.Array | None,
-    keys: KVValues,
-    values: KVValues,
-    seen: jax.Array,
-    layer: jax.Array | None,
-    first: jax.Array | None,
-) -> jax.Array:
+def _attended(backend: Cpu, soft_cap: float, q: Queries, block: Block, sinks: jax.Array | None) -> jax.Array:
+    keys, values, layer = block.keys, block.values, block.layer
     if layer is None:
         keys, values = jax.tree.map(lambda a: a[None], (keys, values))  # [1, B, K, S, h]
-        layer = jnp.zeros((), jnp.int32)
+        layer = 0
     key_buffers, key_words = _buffers("key", keys)
     value_buffers, value_words = _buffers("value", values)
     call = jax.ffi.ffi_call("fewbit_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), vmap_method="sequential")
-    first, sinks = flat(first, jnp.int32), flat(sinks, jnp.float32).astype(jnp.float32)
+    first, sinks = flat(block.first, jnp.int32), flat(sinks, jnp.float32).astype(jnp.float32)
     queries = (q.codes, q.scale) if isinstance(q, QArray) else (q, jnp.zeros(0, jnp.float32))
     words = {"soft_cap": np.float32(soft_cap), "level": np.int64(LEVELS.index(backend.isa) if backend.isa else -1)}
     return call(
-        *queries, *key_buffers, *value_buffers, first, seen, sinks, layer.reshape(1), **words, **key_words, **value_words
+        *queries,
+        *key_buffers,
+        *value_buffers,
+        first,
+        block.seen,
+        sinks,
+        jnp.int32(layer).reshape(1),
+        **words,
+        **key_words,
+        **value_words,
     )
 
 

@@ -16,19 +16,15 @@ from ....array.qarray import QArray
 from ....array.quantize import (
     assembled,
     chosen_scales,
-    dequantized,
-    quantized,
-    scale_factors,
-    stored_factors,
+    scale_values,
     tensor_scale_of,
-    with_tensor_scale,
 )
 from ....array.scheme import ScaleHolder, Scheme
+from ....formats.e8m0 import E8M0
 from ....formats.format import AbstractFormat
 from ....formats.integer import Integer
 from ...backend import AbstractBackend
 from ...extension import device_refusal, extension
-from ...lowering import on_platform
 from ..problem import Decoding, Quantization
 from .attributes import NOTHING, format_words, holder_words, rule_words
 from .view import Geometry, geometry
@@ -68,7 +64,10 @@ class CpuQuantizer(AbstractBackend[Quantization]):
         return device_refusal()
 
     def run(self, problem: Quantization, *operands: PyTree) -> QArray:
-        return _quantized(self, problem, *operands)
+        x, weights, key, scale, offset = operands
+        if not (problem.is_given or problem.is_weighted) and (words := _words(problem)):
+            return _in_one_call(self, problem, words, x, key)
+        return _with_chosen_scales(self, problem, x, weights, key, scale, offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,21 +148,6 @@ def _geometry(shape: tuple[int, ...], tiles: Sequence[Tile], scheme: Scheme) -> 
 # --- quantize ---
 
 
-@functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)
-def _quantized(backend: CpuQuantizer, problem: Quantization, *operands: jax.Array | None) -> QArray:
-    """The C++ kernels on CPU, the reference elsewhere; derivatives are the reference's."""
-
-    def reference(x: jax.Array, weights: Given, key: Given, scale: Given, offset: Given) -> QArray:
-        return quantized(x, problem.scheme, weights, key, scale, offset)
-
-    def native(x: jax.Array, weights: Given, key: Given, scale: Given, offset: Given) -> QArray:
-        if not (problem.is_given or problem.is_weighted) and (words := _words(problem)):
-            return _in_one_call(backend, problem, words, x, key)
-        return _with_chosen_scales(backend, problem, x, weights, key, scale, offset)
-
-    return on_platform("cpu", native, reference)(*operands)
-
-
 def _words(problem: Quantization) -> dict[str, np.ndarray] | None:
     """The attributes of the kernel that also computes the scales; None where it does not support the calibration."""
     scheme, zero_words = problem.scheme, NOTHING
@@ -230,7 +214,7 @@ def _rounded(backend: CpuQuantizer, scheme: Scheme, x: jax.Array, tiles: tuple[T
     assert words is not None
     q = _in_one_call(backend, problem, words, x, None, unit)
     decoding = Decoding(x.shape, x.dtype.name, scheme, scheme.tiles(x.ndim))
-    return _native_decoded(CpuDequantizer(backend.isa), decoding, q)
+    return _decoded(CpuDequantizer(backend.isa), decoding, q)
 
 
 def _with_chosen_scales(
@@ -262,32 +246,27 @@ def _packed(codes: jax.Array, shape: tuple[int, ...], scheme: Scheme) -> jax.Arr
 # --- dequantize ---
 
 
-@functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)
 def _decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> jax.Array:
-    """The C++ kernel on CPU, the reference elsewhere; derivatives are the reference's."""
-
-    def reference(q: QArray) -> jax.Array:
-        return dequantized(q, jnp.dtype(problem.dtype))
-
-    return on_platform("cpu", functools.partial(_native_decoded, backend, problem), reference)(q)
-
-
-def _native_decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> jax.Array:
     scheme, shape = problem.scheme, problem.shape
     cut = _geometry(shape, problem.tiles, scheme)
     assert cut is not None
-    scale, *more = _scale_factors(q)
-    second_scale = more[0] if more else None
+    scale, unit, tables = q.scale, q.tensor_scale, np.zeros(0, np.float32)
+    if isinstance(scheme.scale, AbstractFormat):
+        tables = _scale_tables(scheme.scale)
+    elif isinstance(scheme.scale, Scheme):
+        scale, unit = scale_values(q), None
     zero_point, offset = None, q.zero_point
     if isinstance(scheme.zero_point, AbstractFormat) and offset is not None:
         zero_point, offset = scheme.zero_point.decode(offset), None
     result = jax.ShapeDtypeStruct(cut.shape, jnp.dtype(problem.dtype))
     call = jax.ffi.ffi_call("fewbit_dequantize", result, vmap_method="broadcast_all")
-    by_tile = [_by_tile(leaf, cut) for leaf in (scale, second_scale, zero_point, offset)]
+    offsets = (_by_tile(None if leaf is None else leaf.astype(jnp.float32), cut) for leaf in (zero_point, offset))
+    units = jnp.zeros((1, 1, 0), jnp.float32) if unit is None else unit.reshape(1, 1, 1)
     codes = q.codes.reshape(cut.packed(scheme.format.bits))
     attributes = {"bits": scheme.format.bits, "whole_shift": _whole_shift(scheme.format), "level": _LEVELS[backend.isa]}
-    words = {name: np.int64(number) for name, number in attributes.items()}
-    return call(codes, *by_tile, tiles=_tile_words(cut), values=_values(scheme.format), **words).reshape(shape)
+    words: dict[str, np.ndarray | np.integer] = {name: np.int64(number) for name, number in attributes.items()}
+    words |= {"tiles": _tile_words(cut), "values": _values(scheme.format), "scale_tables": tables}
+    return call(codes, _by_tile(scale, cut), units, *offsets, **words).reshape(shape)
 
 
 def _whole_shift(fmt: AbstractFormat) -> int:
@@ -297,26 +276,21 @@ def _whole_shift(fmt: AbstractFormat) -> int:
     return 32 - fmt.bits if fmt.signed else 0
 
 
-def _scale_factors(q: QArray) -> tuple[jax.Array, ...]:
-    """`scale_factors`; codes are looked up, which XLA compiles in a fraction of the time of their decoding."""
-    holder = q.scheme.scale
-    if not isinstance(holder, AbstractFormat):
-        return scale_factors(q)
-    return with_tensor_scale(tuple(jnp.take(table, q.scale, mode="clip") for table in _factor_tables(holder)), q)
-
-
 @functools.cache
-def _factor_tables(holder: AbstractFormat) -> tuple[np.ndarray, ...]:
-    """The factors of the scale that each code is, see `stored_factors`."""
-    with jax.ensure_compile_time_eval():
-        return tuple(np.asarray(table) for table in stored_factors(holder, jnp.arange(2**holder.bits, dtype=jnp.uint8)))
+def _scale_tables(holder: AbstractFormat) -> np.ndarray:
+    """The float32 scale that each byte is, padded to 256; of E8M0 the two factors of it, see `stored_factors`."""
+    if not isinstance(holder, E8M0):
+        return _values(holder)
+    exponents = np.arange(256) - 127
+    half = exponents // 2
+    low = np.where(exponents == 128, np.nan, 2.0**half)
+    return np.concatenate([low, 2.0 ** (exponents - half)]).astype(np.float32)
 
 
 @functools.cache
 def _values(fmt: AbstractFormat) -> np.ndarray:
     """The number of each code, padded to 256."""
-    with jax.ensure_compile_time_eval():
-        values = np.asarray(fmt.decode(jnp.arange(2**fmt.bits, dtype=jnp.uint8)))
+    values = fmt.values().astype(np.float32)
     return np.pad(values, (0, 256 - len(values)))
 
 
@@ -335,10 +309,9 @@ def _shaped(shape: tuple[int, ...], holder: ScaleHolder) -> jax.ShapeDtypeStruct
 
 
 def _by_tile(values: jax.Array | None, cut: Geometry) -> jax.Array:
-    """One float32 number a tile; an empty array for None."""
+    """One number a tile; an empty array for None."""
     if values is None:
         return jnp.zeros((1, 1, 0), jnp.float32)
-    values = values.astype(jnp.float32)
     if values.size == math.prod(cut.counts):
         return values.reshape(cut.counts)
     return jnp.broadcast_to(values.reshape((1, 1, 1)), cut.counts)

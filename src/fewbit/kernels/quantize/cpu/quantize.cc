@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "cpp/checks.h"
+#include "cpp/float16.h"
 #include "cpp/memory.h"
 #include "cpp/python_module.h"
 #include "cpp/thread_pool.h"
@@ -259,10 +260,44 @@ int64_t DecodedAtATime(const Decoding& d) {
   return d.batch * d.rows * d.columns >= int64_t{1} << 22 ? int64_t{1} << 19 : kChunk;
 }
 
-ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer factors, ffi::AnyBuffer more,
+constexpr int64_t kScaleCodes = 256;
+constexpr int64_t kScalesAtATime = int64_t{1} << 14;
+
+// Scales as float32, [tiles]: the stored ones, or the entries of one table of 256 numbers that they index, times the tensor
+// scale of their part of the batch. With two tables a scale is the product of two factors, and `more` has the second ones.
+void LoadScales(ffi::ThreadPool& pool, const ffi::AnyBuffer& scales, ffi::Span<const float> tables, const ffi::AnyBuffer& units,
+                std::vector<float>& factors, std::vector<float>& more) {
+  const int64_t count = static_cast<int64_t>(scales.element_count()), unit_count = static_cast<int64_t>(units.element_count());
+  const int64_t tiles_of_unit = unit_count == 0 ? count : count / unit_count;
+  const float* unit = static_cast<const float*>(units.untyped_data());
+  const ffi::DataType type = scales.element_type();
+  const void* stored = scales.untyped_data();
+  const bool is_product = static_cast<int64_t>(tables.size()) == 2 * kScaleCodes;
+  factors.resize(count), more.resize(is_product ? count : 0);
+  std::vector<float>& last = is_product ? more : factors;
+  ParallelFor(pool, Ceil(count, kScalesAtATime), [&](int64_t chunk) {
+    const FlushedSubnormals flushed;
+    const int64_t first = chunk * kScalesAtATime, end = Least(count, first + kScalesAtATime);
+    for (int64_t i = first; i < end; ++i) {
+      if (type == ffi::U8) {
+        const int64_t code = static_cast<const uint8_t*>(stored)[i];
+        factors[i] = tables[code];
+        if (is_product) more[i] = tables[kScaleCodes + code];
+      } else if (type == ffi::F32) {
+        factors[i] = static_cast<const float*>(stored)[i];
+      } else {
+        const uint16_t half = static_cast<const uint16_t*>(stored)[i];
+        factors[i] = type == ffi::BF16 ? FloatOfBrain(half) : FloatOfHalf(half);
+      }
+      if (unit_count != 0) last[i] *= unit[i / tiles_of_unit];
+    }
+  });
+}
+
+ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer units,
                       ffi::AnyBuffer zeros, ffi::AnyBuffer offsets, ffi::Result<ffi::AnyBuffer> out,
-                      ffi::Span<const int64_t> tiles, ffi::Span<const float> values, int64_t bits, int64_t whole_shift,
-                      int64_t level) {
+                      ffi::Span<const int64_t> tiles, ffi::Span<const float> values, ffi::Span<const float> scale_tables,
+                      int64_t bits, int64_t whole_shift, int64_t level) {
   Checks checks("dequantize");
   checks.That(IsFloat(out->element_type()), "the result must be float32, bfloat16 or float16");
   checks.That(codes.element_type() == ffi::U8, "codes must be bytes");
@@ -278,8 +313,14 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   d.out = out->untyped_data();
   d.element = (int)KindOf(out->element_type());
   SetGeometry(d, out->dimensions(), codes.dimensions(), tiles);
-  CheckByTile("number of scales", factors, TileCount(d), false, checks);
-  CheckByTile("number of second factors", more, TileCount(d), true, checks);
+  const int64_t tables = static_cast<int64_t>(scale_tables.size()), unit_count = static_cast<int64_t>(units.element_count());
+  const bool are_codes = scales.element_type() == ffi::U8;
+  checks.Equal("number of scales", static_cast<int64_t>(scales.element_count()), TileCount(d));
+  checks.That(are_codes || IsFloat(scales.element_type()), "scales must be bytes, float32, bfloat16 or float16");
+  checks.That(are_codes ? tables == kScaleCodes || tables == 2 * kScaleCodes : tables == 0,
+              "scales that are bytes must have one or two tables of 256 numbers, and others none");
+  checks.That(units.element_type() == ffi::F32 && (unit_count == 0 || d.batch % unit_count == 0),
+              "tensor scales must be float32 and divide the batch");
   CheckByTile("number of zero points", zeros, TileCount(d), true, checks);
   CheckByTile("number of offsets", offsets, TileCount(d), true, checks);
   if (checks.failed()) return checks.error();
@@ -287,7 +328,14 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   d.bits = (int)bits, d.whole_shift = (int)whole_shift;
   auto floats = [](ffi::AnyBuffer& b) { return b.element_count() > 0 ? (const float*)b.untyped_data() : nullptr; };
   d.values = values.begin();
-  d.factors = floats(factors), d.more_factors = floats(more), d.zeros = floats(zeros), d.offsets = floats(offsets);
+  std::vector<float> factors, more;
+  if (scales.element_type() == ffi::F32 && unit_count == 0) {
+    d.factors = static_cast<const float*>(scales.untyped_data());
+  } else {
+    LoadScales(pool, scales, scale_tables, units, factors, more);
+    d.factors = factors.data(), d.more_factors = more.empty() ? nullptr : more.data();
+  }
+  d.zeros = floats(zeros), d.offsets = floats(offsets);
   PreferLargePages(d.out, out->size_bytes());
   const Kernels kernels = KernelsFor(IsaOf(level));
   const int64_t rows = Most(1, DecodedAtATime(d) / d.columns), down = Ceil(d.rows, rows);
@@ -347,6 +395,7 @@ XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
                            .Ret<ffi::AnyBuffer>()
                            .Attr<ffi::Span<const int64_t>>("tiles")
                            .Attr<ffi::Span<const float>>("values")
+                           .Attr<ffi::Span<const float>>("scale_tables")
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("whole_shift")
                            .Attr<int64_t>("level"));

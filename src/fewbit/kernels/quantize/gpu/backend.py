@@ -17,11 +17,11 @@ from jaxtyping import PyTree
 
 from ....array.packing import packed_length
 from ....array.qarray import QArray
-from ....array.quantize import assembled, dequantized, quantized, tensor_scale_of
+from ....array.quantize import assembled, tensor_scale_of
 from ....array.scheme import Scheme
 from ....formats.format import AbstractFormat
 from ...backend import AbstractBackend
-from ...lowering import on_platform, split_refusal
+from ...lowering import split_refusal
 from ..problem import Decoding, Quantization
 from .problem import TileProblem
 
@@ -50,7 +50,7 @@ class TritonQuantizer(AbstractBackend[Quantization]):
         return _ABOUT
 
     def run(self, problem: Quantization, *operands: PyTree) -> QArray:
-        return _quantized(problem, operands[0])
+        return _quantized(problem.scheme, operands[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TritonDequantizer(AbstractBackend[Decoding]):
         return _ABOUT
 
     def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:
-        return _decoded(problem, operands[0])
+        return _decoded(jnp.dtype(problem.dtype), operands[0])
 
 
 _ABOUT = "Triton; experimental: tested in an interpreter and cross-compiled, not yet run on a GPU"
@@ -96,28 +96,8 @@ def _problem(shape: tuple[int, ...], scheme: Scheme) -> TileProblem:
     return TileProblem(scheme, length, math.prod(shape) // max(1, length))
 
 
-@functools.partial(jax.jit, static_argnames="problem", inline=True)
-def _quantized(problem: Quantization, x: jax.Array) -> QArray:
-    """The kernel on NVIDIA GPUs, the reference elsewhere; derivatives are the reference's."""
-
-    def reference(x: jax.Array) -> QArray:
-        return quantized(x, problem.scheme, None, None, None, None)
-
-    return on_platform("cuda", functools.partial(_quantized_by_kernel, problem.scheme), reference)(x)
-
-
-@functools.partial(jax.jit, static_argnames="problem", inline=True)
-def _decoded(problem: Decoding, q: QArray) -> jax.Array:
-    """The kernel on NVIDIA GPUs, the reference elsewhere; derivatives are the reference's."""
-    dtype = jnp.dtype(problem.dtype)
-
-    def reference(q: QArray) -> jax.Array:
-        return dequantized(q, dtype)
-
-    return on_platform("cuda", functools.partial(_decoded_by_kernel, dtype), reference)(q)
-
-
-def _quantized_by_kernel(scheme: Scheme, x: jax.Array) -> QArray:
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _quantized(scheme: Scheme, x: jax.Array) -> QArray:
     from . import quantize as triton  # it needs Triton
 
     problem, moved = _problem(x.shape, scheme), jnp.moveaxis(x, scheme.pack_axis, -1)
@@ -139,7 +119,8 @@ def _quantized_by_kernel(scheme: Scheme, x: jax.Array) -> QArray:
     return assembled(x, scheme, codes, scale, None, unit)
 
 
-def _decoded_by_kernel(dtype: DTypeLike, q: QArray) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _decoded(dtype: DTypeLike, q: QArray) -> jax.Array:
     from . import dequantize as triton_dequantize  # it needs Triton
 
     axis, problem = q.scheme.pack_axis, _problem(q.shape, q.scheme)

@@ -11,14 +11,14 @@ from jaxtyping import PyTree
 from ...._tiles import tile_counts
 from ....array.packing import Packing, packed_length
 from ....array.qarray import QArray
-from ....array.quantize import assembled, quantized, tensor_scale_of
+from ....array.quantize import assembled, tensor_scale_of
 from ....array.scheme import Scheme
 from ....formats.codebook import Codebook
 from ....formats.format import AbstractFormat
 from ....formats.integer import Integer
 from ....formats.minifloat import Minifloat
 from ...backend import AbstractBackend
-from ...lowering import on_platform, split_refusal
+from ...lowering import split_refusal
 from ..problem import Quantization
 from .scales import unchosen
 from .tiles import tile_length, tile_refusal, tiled_axis
@@ -49,7 +49,7 @@ class PallasTPUQuantizer(AbstractBackend[Quantization]):
         return split_refusal()
 
     def run(self, problem: Quantization, *operands: PyTree) -> QArray:
-        return _quantized(self, problem, operands[0])
+        return _quantized(problem.scheme, self.interpret, operands[0])
 
 
 def _scheme_refusal(scheme: Scheme) -> str | None:
@@ -70,20 +70,8 @@ def _is_ordered(fmt: AbstractFormat) -> bool:
     return fmt.zero_codes is None and list(codes) == list(range(len(codes)))
 
 
-@functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)
-def _quantized(backend: PallasTPUQuantizer, problem: Quantization, x: jax.Array) -> QArray:
-    """The kernel on TPUs, the reference elsewhere; derivatives are the reference's."""
-
-    def reference(x: jax.Array) -> QArray:
-        return quantized(x, problem.scheme, None, None, None, None)
-
-    native = functools.partial(_by_kernel, problem.scheme, backend.interpret)
-    if backend.interpret:
-        return native(x)
-    return on_platform("tpu", native, reference)(x)
-
-
-def _by_kernel(scheme: Scheme, interpret: bool, x: jax.Array) -> QArray:
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _quantized(scheme: Scheme, interpret: bool, x: jax.Array) -> QArray:
     from .quantize import quantized_tiles  # importing Pallas takes half a second
 
     tiles = scheme.tiles(x.ndim)

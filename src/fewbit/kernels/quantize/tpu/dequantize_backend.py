@@ -13,11 +13,10 @@ from jaxtyping import PyTree
 from ...._tiles import tile_counts
 from ....array.packing import Packing
 from ....array.qarray import QArray
-from ....array.quantize import dequantized
 from ....array.scheme import Scheme
 from ....formats.codebook import Codebook
 from ...backend import AbstractBackend
-from ...lowering import on_platform, split_refusal
+from ...lowering import split_refusal
 from ..problem import Decoding
 from .tiles import tile_length, tile_refusal, tiled_axis
 
@@ -52,24 +51,11 @@ class PallasTPUDequantizer(AbstractBackend[Decoding]):
         return split_refusal()
 
     def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:
-        return _decoded(self, problem, operands[0])
+        return _decoded(jnp.dtype(problem.dtype), self.interpret, operands[0])
 
 
-@functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)
-def _decoded(backend: PallasTPUDequantizer, problem: Decoding, q: QArray) -> jax.Array:
-    """The kernel on TPUs, the reference elsewhere; derivatives are the reference's."""
-    dtype = jnp.dtype(problem.dtype)
-
-    def reference(q: QArray) -> jax.Array:
-        return dequantized(q, dtype)
-
-    native = functools.partial(_by_kernel, dtype, backend.interpret)
-    if backend.interpret:
-        return native(q)
-    return on_platform("tpu", native, reference)(q)
-
-
-def _by_kernel(dtype: DTypeLike, interpret: bool, q: QArray) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _decoded(dtype: DTypeLike, interpret: bool, q: QArray) -> jax.Array:
     from .dequantize import decoded_tiles  # importing Pallas takes half a second
 
     scheme, tiles = q.scheme, q.scheme.tiles(q.ndim)
