@@ -133,7 +133,7 @@ CALLS = {
     "blocks, one of a stack": lambda: blocks("q4_1", picked=jnp.array([1], jnp.int32)),
     "attention": lambda: attention(None),
     "attention, int4": lambda: attention("int4"),
-    "attention, int8 queries": lambda: attention("int8", has_int8_queries=True),
+    "attention, int8 queries": lambda: attention("int8_narrow", has_int8_queries=True),
     "quantize, uint3": lambda: quantized("uint3_g32"),
     "quantize, nvfp4": lambda: quantized("nvfp4"),
     "encode, nf4": lambda: quantized("nf4_dq"),

@@ -371,15 +371,15 @@ def _folded(
     return g, codes, zeros
 
 
-def coded_product(meeting: CodeProduct, lhs: ArrayOrQArray, rhs: ArrayOrQArray, accumulator: str | None) -> jax.Array:
+def coded_product(pairing: CodeProduct, lhs: ArrayOrQArray, rhs: ArrayOrQArray, accumulator: str | None) -> jax.Array:
     """The product of two operands in float32. It is that of their codes where possible, else of the decoded arrays."""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
-        result = code_product(meeting, lhs, rhs, accumulator)
+        result = code_product(pairing, lhs, rhs, accumulator)
         if result is not None:
             return result
     refuse_accumulator(accumulator)
     left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
-    return meeting.product(left, right, jnp.float32)
+    return pairing.product(left, right, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

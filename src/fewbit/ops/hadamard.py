@@ -120,7 +120,7 @@ def _paley(rows: int) -> np.ndarray | None:
     >>> [n for n in range(4, 62, 4) if _paley(n) is not None]
     [4, 8, 12, 20, 24, 28, 32, 36, 44, 48, 60]
     """
-    if _is_prime(rows - 1):
+    if rows % 4 == 0 and _is_prime(rows - 1):
         return _bordered(rows - 1, -1) + np.eye(rows)
     if rows % 4 == 0 and _is_prime(rows // 2 - 1) and (rows // 2 - 1) % 4 == 1:
         conference = _bordered(rows // 2 - 1, 1)
@@ -179,8 +179,8 @@ def rotated(
         if after == 1:
             product = jnp.matmul(runs[..., 0], rotation, precision=jax.lax.Precision.HIGHEST)
         else:  # a batched product needs no transpose of x
-            turns = jnp.broadcast_to(rotation.T, (len(runs), rows, rows))
-            product = jnp.matmul(turns, runs, precision=jax.lax.Precision.HIGHEST)
+            repeated = jnp.broadcast_to(rotation.T, (len(runs), rows, rows))
+            product = jnp.matmul(repeated, runs, precision=jax.lax.Precision.HIGHEST)
         return product.reshape(x.shape)
 
     return rotate(a, a_axis), rotate(b, b_axis)

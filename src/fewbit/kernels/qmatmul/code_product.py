@@ -62,7 +62,7 @@ class CodeOperand:
     zero: Any
 
 
-def code_product(meeting: CodeProduct, lhs: QArray, rhs: QArray, asked: str | None = None) -> jax.Array | None:
+def code_product(pairing: CodeProduct, lhs: QArray, rhs: QArray, asked: str | None = None) -> jax.Array | None:
     """Multiplies two quantized operands by their codes, in float32.
 
     Returns None where scales vary along the contraction, or no accumulator is exact for these codes. The accumulator dtype
@@ -71,36 +71,36 @@ def code_product(meeting: CodeProduct, lhs: QArray, rhs: QArray, asked: str | No
     Raises:
         UnsupportedError: when these codes cannot be summed in `asked`.
     """
-    types = sum_types(lhs, rhs, meeting, asked)
+    types = sum_types(lhs, rhs, pairing, asked)
     scales = expanded_scale(lhs), expanded_scale(rhs)
-    if types is None or any(meeting.placed(s, is_left) is None for s, is_left in zip(scales, (True, False), strict=True)):
+    if types is None or any(pairing.placed(s, is_left) is None for s, is_left in zip(scales, (True, False), strict=True)):
         return None
     dtypes, accumulator = types
     left, right = (side(q, dtype) for q, dtype in zip((lhs, rhs), dtypes, strict=True))
-    return scaled_sums(meeting, left, right, accumulator)
+    return scaled_sums(pairing, left, right, accumulator)
 
 
-def scaled_sums(meeting: CodeProduct, left: CodeOperand, right: CodeOperand, accumulator: np.dtype) -> jax.Array:
+def scaled_sums(pairing: CodeProduct, left: CodeOperand, right: CodeOperand, accumulator: np.dtype) -> jax.Array:
     """The product of codes, corrected for zero points and scaled; float32."""
-    sums = meeting.product(left.values, right.values, accumulator)
-    ones = [_ones(s.values, axes) for s, axes in zip((left, right), meeting.thin, strict=True)]
+    sums = pairing.product(left.values, right.values, accumulator)
+    ones = [_ones(s.values, axes) for s, axes in zip((left, right), pairing.thin, strict=True)]
     zeros: list[Any] = [None, None]
     for at, operand in enumerate((left, right)):
         if operand.zero is not None:
-            zeros[at] = meeting.placed(operand.zero, at == 0)
+            zeros[at] = pairing.placed(operand.zero, at == 0)
     if zeros[0] is not None:
-        sums = sums - zeros[0] * meeting.product(ones[0], right.values, accumulator)
+        sums = sums - zeros[0] * pairing.product(ones[0], right.values, accumulator)
     if zeros[1] is not None:
-        sums = sums - zeros[1] * meeting.product(left.values, ones[1], accumulator)
+        sums = sums - zeros[1] * pairing.product(left.values, ones[1], accumulator)
     if zeros[0] is not None and zeros[1] is not None:
-        sums = sums + zeros[0] * zeros[1] * meeting.product(ones[0], ones[1], accumulator)
+        sums = sums + zeros[0] * zeros[1] * pairing.product(ones[0], ones[1], accumulator)
     wide = sums.astype(jnp.float32)
     if accumulator == jnp.bfloat16:
         wide = jax.lax.reduce_precision(wide, 8, 7)  # under jit XLA would elide the rounding to bfloat16 and back
-    return wide * meeting.placed(left.scale, True) * meeting.placed(right.scale, False)
+    return wide * pairing.placed(left.scale, True) * pairing.placed(right.scale, False)
 
 
-def sum_types(lhs: QArray, rhs: QArray, meeting: CodeProduct, asked: str | None) -> tuple[tuple[Any, Any], Any] | None:
+def sum_types(lhs: QArray, rhs: QArray, pairing: CodeProduct, asked: str | None) -> tuple[tuple[Any, Any], Any] | None:
     """The dtypes in which codes are multiplied and summed. None if none is exact.
 
     int8 represents every signed code, and every unsigned 8-bit code minus 128 if zero points are shifted too. Other integers
@@ -110,14 +110,14 @@ def sum_types(lhs: QArray, rhs: QArray, meeting: CodeProduct, asked: str | None)
         UnsupportedError: when `asked` is not a dtype that these codes can be summed in.
     """
     if is_whole(lhs.scheme) and is_whole(rhs.scheme):
-        counts = [int(np.prod([q.shape[a] for a in axes])) for q, axes in zip((lhs, rhs), meeting.contracted, strict=True)]
+        counts = [int(np.prod([q.shape[a] for a in axes])) for q, axes in zip((lhs, rhs), pairing.contracted, strict=True)]
         if not fits_int32(lhs.scheme, rhs.scheme, min(counts)):
             return None
         return (jnp.int8, jnp.int8), _granted(asked, ("int32",), "sums of integer codes are exact in int32")
     if lhs.zero_point is not None or rhs.zero_point is not None:
         return None
     native = [native_float(q.scheme.format) for q in (lhs, rhs)]
-    if None not in native and (meeting.takes_two_types or native[0] == native[1]):
+    if None not in native and (pairing.takes_two_types or native[0] == native[1]):
         reason = "8-bit floats are summed in float32 or bfloat16"
         return (native[0], native[1]), _granted(asked, ("float32", "bfloat16"), reason)
     reason = (

@@ -153,18 +153,18 @@ class Evaluator:
 
     def equation(self, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         """The results of one equation. They come from the rule of its primitive, where an operand is a proxy."""
-        has_stand_in = _has_proxy(values)
+        has_proxy = _has_proxy(values)
         is_around = False
-        if self.chosen is not None and not has_stand_in:
+        if self.chosen is not None and not has_proxy:
             place = (id(eqn), *map(id, self.around))
             if place in self.chosen.operands:
                 values = [values[0], dataclasses.replace(self.chosen.operands[place], value=values[1]), *values[2:]]
-                has_stand_in = True
+                has_proxy = True
             is_around = place in self.chosen.around
-        if not has_stand_in and not is_around:
+        if not has_proxy and not is_around:
             return bound(eqn, values)
         name, rules = eqn.primitive.name, self.rules_around
-        if has_stand_in:  # an ArrayProxy has its own
+        if has_proxy:  # an ArrayProxy has its own
             rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), self.rules)
         rule = rules.get(name, self.shared.get(name))
         reason = "fewbit has no rule for it"
