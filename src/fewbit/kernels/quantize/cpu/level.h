@@ -25,6 +25,10 @@ static void FindScales(const Job& job, int64_t b, int64_t row_tile, int64_t t0, 
                                                              : Gathered<float>;
   if (job.format.kind == Kind::kInteger) {
     SearchedScales(job, IntegerGrid(job.format), gathered, b, row_tile, t0, count, unit, scratch);
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+  } else if (QuarterGrid::Serves(job.format)) {
+    SearchedScales(job, QuarterGrid(job.format), gathered, b, row_tile, t0, count, unit, scratch);
+#endif
   } else {
     SearchedScales(job, MinifloatGrid(job.format), gathered, b, row_tile, t0, count, unit, scratch);
   }

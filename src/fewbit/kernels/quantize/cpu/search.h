@@ -3,8 +3,9 @@
 // A lane holds a tile, so that sums, scales and comparisons of kLanes tiles go on side by side. Magnitudes serve in place of
 // elements (the grids are symmetric), in units of the power of two below the tile's largest, so that no square overflows.
 
-// The format's number nearest to each magnitude, which is not above the largest one.
+// A grid gives the format's number nearest to each magnitude, which is in units of 1 / `steps`.
 struct MinifloatGrid {
+  static constexpr float steps = 1.0f;
   V max;
   I lowest, shift_bits;
   explicit MinifloatGrid(const Format& f)
@@ -16,7 +17,29 @@ struct MinifloatGrid {
   }
 };
 
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+// E2M1, in quarters: the numbers halfway between two of the grid are 1, 3, 5, 7, 10, 14 and 20 quarters, so the whole quarters
+// below a magnitude index its number. Halfway itself either neighbour has the same error.
+struct QuarterGrid {
+  static constexpr float steps = 4.0f;
+  __m512 low, high;
+  explicit QuarterGrid(const Format&) {
+    alignas(64) float numbers[2 * kLanes];
+    for (int i = 0; i < 2 * kLanes; ++i) {
+      numbers[i] = i < 1 ? 0.0f : i < 3 ? 0.5f : i < 5 ? 1.0f : i < 7 ? 1.5f : i < 10 ? 2.0f : i < 14 ? 3.0f : i < 20 ? 4.0f : 6.0f;
+    }
+    low = _mm512_load_ps(numbers), high = _mm512_load_ps(numbers + kLanes);
+  }
+  static bool Serves(const Format& f) { return f.kind == Kind::kMinifloat && f.mantissa == 1 && f.bias == 1 && f.max == 6.0f; }
+  INLINE_MEMBER V operator()(V quarters) const {
+    const __m512i index = _mm512_cvttps_epi32(Min(quarters, Same(24.0f)));
+    return (V)_mm512_permutex2var_ps(low, index, high);
+  }
+};
+#endif
+
 struct IntegerGrid {
+  static constexpr float steps = 1.0f;
   V inverse_step, step, high;
   explicit IntegerGrid(const Format& f)
       : inverse_step(Same(f.inverse_step)), step(Same(1.0f / f.inverse_step)), high(Same(f.high)) {}
@@ -29,7 +52,7 @@ struct IntegerGrid {
 // The squared errors of kLanes tiles of `count` magnitudes.
 template <typename Grid>
 INLINE V ErrorOf(const float* magnitudes, int64_t count, const Grid& grid, V scale) {
-  const V reciprocal = Same(1.0f) / scale;
+  const V reciprocal = Same(Grid::steps) / scale;
   V even = Same(0.0f), odd = even;
   auto residual = [&](const float* p) {
     const V magnitude = Load(p);
@@ -89,15 +112,22 @@ INLINE V BestCode(const Job& job, const Grid& grid, const float* magnitudes, int
   } else if (job.is_windowed) {
     first = (ceiling < 9) ? first : ceiling - 5, tried = 15;
   }
-  Best best;
-  for (int32_t i = -1; i < tried; ++i) {
-    if (i >= 0 && i == start) continue;
-    const I c = i < 0 ? ceiling : first + i;
-    V scale = MinifloatValue(holder, Min(Max(c, Same((int32_t)1)), Same(top)));
-    if (job.has_unit) scale = scale * unit;
-    const V error = ErrorOf(magnitudes, count, grid, scale * unit_power);
-    if (i < 0) best = {scale, error};
-    else best.Offer(scale, error);
+  auto scale_of = [&](I c) {
+    const V scale = MinifloatValue(holder, Min(Max(c, Same((int32_t)1)), Same(top)));
+    return job.has_unit ? scale * unit : scale;
+  };
+  const V whole = scale_of(ceiling);
+  Best best{whole, ErrorOf(magnitudes, count, grid, whole * unit_power)};
+  int32_t i = 0;
+  // A scale at which the largest element alone loses more than all elements do at the ceiling is not tried.
+  for (; i < start; ++i) {
+    const V lost = Max(largest - scale_of(first + i) * Same(job.format.max), Same(0.0f)) * unit_power;
+    if (LargestLane((I)(lost * lost <= best.error * Same(1.0f + 0x1p-10f)) & 1) != 0) break;
+  }
+  for (; i < tried; ++i) {
+    if (i == start) continue;
+    const V scale = scale_of(first + i);
+    best.Offer(scale, ErrorOf(magnitudes, count, grid, scale * unit_power));
   }
   return best.scale;
 }
