@@ -8,6 +8,7 @@ from .awq import AWQ as AWQ
 from .awq import AWQScaling as AWQScaling
 from .bias_correction import correct_biases as correct_biases
 from .gptq import GPTQ as GPTQ
+from .gptq_mse import GPTQMSE as GPTQMSE
 from .hqq import HQQ as HQQ
 from .imatrix import IMatrix as IMatrix
 from .named import METHODS as METHODS

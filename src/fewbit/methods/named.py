@@ -5,6 +5,7 @@ from ..errors import QuantError
 from ..recipe.method import RTN, AbstractMethod
 from .awq import AWQ, AWQScaling
 from .gptq import GPTQ
+from .gptq_mse import GPTQMSE
 from .hqq import HQQ
 from .imatrix import IMatrix
 from .qep import QEP
@@ -12,7 +13,9 @@ from .rounding import LearnedRounding
 from .scaling import AbstractScaling
 from .smoothquant import SmoothQuant
 
-METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ, AWQ, IMatrix, HQQ, QEP, LearnedRounding)}
+METHODS: dict[str, type[AbstractMethod]] = {
+    one.name: one for one in (RTN, GPTQ, GPTQMSE, AWQ, IMatrix, HQQ, QEP, LearnedRounding)
+}
 """Every method by its name."""
 
 SCALINGS: dict[str, type[AbstractScaling]] = {one.name: one for one in (AWQScaling, SmoothQuant)}
