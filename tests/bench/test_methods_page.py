@@ -102,8 +102,20 @@ def beside_llama_cpp() -> Iterator[str]:
         yield line([*cells, f"{r['fewbit_kl']:.4f} ± {r['fewbit_kl_error']:.4f}", f"{r['fewbit_perplexity']:.2f}"])
 
 
+def beside_other_gptq() -> Iterator[str]:
+    found = {(r["scheme"], r["package"], r["observer"], r["method"]): r for r in saved("peer_gptq")["rows"]}
+    yield line(["scheme", "quantizer", "rounded, KL divergence", "GPTQ", "GPTQ, perplexity", "processor seconds"])
+    yield line(["---", "---", *["---:"] * 4])
+    for scheme, package, observer in dict.fromkeys(key[:3] for key in found):
+        nearest, gptq = (found.get((scheme, package, observer, method)) for method in ("rtn", "gptq"))
+        cells = [scheme, package if observer is None else f"{package}, `{observer}`"]
+        cells += ["" if r is None else f"{r['kl']:.4f} ± {r['kl_error']:.4f}" for r in (nearest, gptq)]
+        yield line([*cells, *(["", ""] if gptq is None else [f"{gptq['perplexity']:.2f}", f"{gptq['cpu_seconds']:.0f}"])])
+
+
 TABLES = {"methods": by_scheme, "more methods": by_method, "allocation": by_budget}
 TABLES |= {"rotations": of_rotated_inputs, "encoder": of_an_encoder, "whisper": of_whisper, "llama.cpp": beside_llama_cpp}
+TABLES |= {"peer gptq": beside_other_gptq}
 
 
 def block(name: str) -> str:
