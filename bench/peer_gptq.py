@@ -134,7 +134,7 @@ class Evaluation:
 
     engine: Engine
     windows: np.ndarray
-    logits: Callable[[Any], np.ndarray]
+    logits: Callable[[Any], jax.Array]
 
     @classmethod
     def of(cls, reference: Model, tokens: int) -> Self:
