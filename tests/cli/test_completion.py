@@ -12,7 +12,7 @@ def test_names_are_completed():
     assert {"nf4", "nf4_dq"} <= dict(recipe_names("nf4")).keys() and not recipe_names("nf5")
     assert [name for name, _ in scheme_lists("mxfp4,nf4_")] == ["mxfp4,nf4_dq"]
     assert "mxfp4,mxfp4" not in dict(scheme_lists("mxfp4,mx"))
-    assert [name for name, _ in method_names("awq+gp")] == ["awq+gptq"]
+    assert [name for name, _ in method_names("awq+gp")] == ["awq+gptq", "awq+gptq_mse"]
     assert tuple(name for name, _ in layout_names("")) == target_names()
     assert all(text for names in (scheme_lists, method_names, layout_names) for _, text in names(""))
 
