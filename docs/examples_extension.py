@@ -1,4 +1,4 @@
-"""A griffe extension: the examples of a docstring (`>>> ...`) become code blocks, whatever section they stand in.
+"""A griffe extension: the examples of a docstring (`>>> ...`) become code blocks, in any section.
 
 Powers (`2**-126`) stay as they are written.
 """

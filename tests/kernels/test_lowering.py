@@ -73,6 +73,16 @@ def test_the_kernel_of_the_platform_runs_and_no_other_is_traced():
     assert scaled(X, jnp.float32(2), OnTpu())["product"].tolist() == pytest.approx([2, 4.8, -6])
 
 
+def test_the_reference_of_a_program_that_runs_a_kernel_is_not_traced():
+    class Untraceable(Times):
+        def run(self, problem, *operands):
+            raise AssertionError("traced")
+
+    choice = Choice(OnCpu(), {}, (OnCpu(),))
+    result = jax.jit(lambda x: computed(choice, Scaling(), x, jnp.float32(2), reference=Untraceable(), is_named=False))(X)
+    assert result["product"].tolist() == pytest.approx([1002, 1004.8, 994])
+
+
 def test_a_platform_without_a_kernel_gets_the_reference():
     traced = jax.jit(lambda x: scaled(x, jnp.float32(2), OnCpu())["product"]).trace(X)
     here, there = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "tpu"))

@@ -240,7 +240,7 @@ def computed(choice: Choice[P], problem: P, *operands: PyTree, reference: Abstra
         return choice.backend.run(problem, *operands)
     leaves, form = jax.tree.flatten(operands)
     call = OperationCall(choice.kernels, is_named, problem, reference, form)
-    leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in leaves]
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(call.result(*leaves)), bind(call, *leaves))
 
 

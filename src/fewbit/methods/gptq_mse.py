@@ -13,7 +13,7 @@ from ..array.qarray import QArray
 from ..array.scheme import Scheme
 from ..recipe.method import AbstractMethod
 from .gptq import GPTQ
-from .imatrix import BetterScale
+from .imatrix import with_searched_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class GPTQMSE(AbstractMethod):
 
     When the first column of a block is reached, its scale is the better of the scheme's own and that of the search `mse`, by the
     error of the corrected weights, weighted by GPTQ's `D`. For a scheme whose calibration searches (`mse`, `mx,optimal`) it is
-    GPTQ. It takes 2 to 3 times as long.
+    GPTQ. On CPU it takes a fifth to two fifths longer for integers, and 2.7 times as long for NF4.
 
     Attributes:
         gptq: the settings of GPTQ.
@@ -34,8 +34,4 @@ class GPTQMSE(AbstractMethod):
     gptq: GPTQ = GPTQ()
 
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
-        searched = scheme
-        if not scheme.calibration.uses_error_weights:
-            searched = dataclasses.replace(scheme, calibration=BetterScale(scheme.calibration))
-        q = self.gptq.quantized(x, searched, axis, observation)
-        return dataclasses.replace(q, scheme=dataclasses.replace(q.scheme, calibration=scheme.calibration))
+        return with_searched_scales(scheme, lambda searched: self.gptq.quantized(x, searched, axis, observation))

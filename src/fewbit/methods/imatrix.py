@@ -7,6 +7,7 @@ change.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -51,11 +52,24 @@ class IMatrix(AbstractMethod):
         if observation is None or observation.squares is None:
             raise QuantError('imatrix needs the squares of the inputs; fb.observe with collect=("squares",)')
         weights = channel_weights(x.shape, axis, observation.squares, self.damping)
-        searched = scheme
-        if not scheme.calibration.uses_error_weights:
-            searched = dataclasses.replace(scheme, calibration=BetterScale(scheme.calibration))
-        q = quantize(x, searched, axis=axis, error_weights=weights)
-        return dataclasses.replace(q, scheme=dataclasses.replace(q.scheme, calibration=scheme.calibration))
+        return with_searched_scales(scheme, lambda searched: quantize(x, searched, axis=axis, error_weights=weights))
+
+
+def with_searched_scales(scheme: Scheme, quantized: Callable[[Scheme], QArray]) -> QArray:
+    """A weight in a scheme, with the better of its own scales and those of `mse`.
+
+    Args:
+        scheme: the scheme; one whose calibration searches is taken as it is.
+        quantized: quantizes the weight in a scheme, whose calibration is another.
+
+    Returns:
+        The array, in `scheme` with its own calibration.
+    """
+    searched = scheme
+    if not scheme.calibration.uses_error_weights:
+        searched = dataclasses.replace(scheme, calibration=BetterScale(scheme.calibration))
+    q = quantized(searched)
+    return dataclasses.replace(q, scheme=dataclasses.replace(q.scheme, calibration=scheme.calibration))
 
 
 def channel_weights(

@@ -164,7 +164,7 @@ def parameter_paths(params: PyTree) -> dict[Path, Any]:
         paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves]
         twice = next(path for path in paths if paths.count(path) > 1)
         raise QuantError(
-            f"two parameters have the path {twice!r}; rename one, since rules and files tell them apart by paths"
+            f"two parameters have the path {twice!r}; rename one, since rules and files identify a parameter by its path"
         )
     return found
 

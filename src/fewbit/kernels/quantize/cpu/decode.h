@@ -98,7 +98,7 @@ static void DecodeRows(const Decoding& d, int64_t b, int64_t r0, int64_t r1, uin
     if (d.bits == 8) row = codes + r * d.packed_columns;
     else if (d.packs_rows) UnpackRow(codes, d.packed_columns, r, d.columns, d.bits, scratch);
     else UnpackRun(codes + r * d.packed_columns, d.columns, d.bits, scratch);
-    const int64_t tiles_at = (b * d.row_tiles + r / d.tile_rows) * d.column_tiles;
+    const int64_t tiles_at = (b * d.row_tiles + r / d.tile_rows) * d.column_tiles - d.first_tile;
     DecodeRow(d, row, tiles_at, Elements{(char*)d.out, d.element}.From((b * d.rows + r) * d.columns));
   }
 }

@@ -104,6 +104,7 @@ struct Decoding {
   int bits;
   const float* values;  // 256, by code
   int whole_shift;      // codes that are whole numbers: what carries their sign to the top of 32 bits; -1: they are not
+  int64_t first_tile;   // the tile that the next four begin with
   const float* factors;
   const float* more_factors;  // null: none
   const float* zeros;         // in units of codes; null: none

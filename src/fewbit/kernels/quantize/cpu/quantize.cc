@@ -22,8 +22,8 @@
 // Stochastic rounding (`EncodeStochastically`) draws JAX's random numbers by the place of each element; scales are rounded up, so
 // that no element saturates (`kCovering`).
 //
-// Bound: memory, 4 bytes read and 1/2 or 1 written for an element, except the searches, which try 3 (MXFP4) or 12 (NVFP4)
-// scales for each tile. Measurements, and what did not pay: docs/design/kernels-cpu.md; `python -m bench.quantize` measures.
+// Bound: memory, 4 bytes read and 1/2 or 1 written for an element, except the searches, which try 3 (MXFP4) or up to 12
+// (NVFP4) scales for each tile. Measurements, and what did not pay: docs/design/kernels-cpu.md; `python -m bench.quantize` measures.
 #define FEWBIT_UNITS 3  // the handlers with plain C++, AVX2, AVX-512
 
 #include "kernels.h"
@@ -261,37 +261,27 @@ int64_t DecodedAtATime(const Decoding& d) {
 }
 
 constexpr int64_t kScaleCodes = 256;
-constexpr int64_t kScalesAtATime = int64_t{1} << 14;
-
-// Scales as float32, [tiles]: the stored ones, or the entries of one table of 256 numbers that they index, times the tensor
-// scale of their part of the batch. With two tables a scale is the product of two factors, and `more` has the second ones.
-void LoadScales(ffi::ThreadPool& pool, const ffi::AnyBuffer& scales, ffi::Span<const float> tables, const ffi::AnyBuffer& units,
+// Scales first .. first + count - 1 as float32: the stored ones, or the entries of one table of 256 numbers that they index,
+// times the tensor scale, if any. With two tables a scale is the product of two factors, and `more` has the second ones.
+void LoadScales(const ffi::AnyBuffer& scales, ffi::Span<const float> tables, const float* unit, int64_t first, int64_t count,
                 std::vector<float>& factors, std::vector<float>& more) {
-  const int64_t count = static_cast<int64_t>(scales.element_count()), unit_count = static_cast<int64_t>(units.element_count());
-  const int64_t tiles_of_unit = unit_count == 0 ? count : count / unit_count;
-  const float* unit = static_cast<const float*>(units.untyped_data());
   const ffi::DataType type = scales.element_type();
-  const void* stored = scales.untyped_data();
   const bool is_product = static_cast<int64_t>(tables.size()) == 2 * kScaleCodes;
+  const auto* bytes = static_cast<const uint8_t*>(scales.untyped_data()) + (type == ffi::U8 ? first : 0);
+  const auto* halves = static_cast<const uint16_t*>(scales.untyped_data()) + (type == ffi::U8 || type == ffi::F32 ? 0 : first);
+  const auto* floats = static_cast<const float*>(scales.untyped_data()) + (type == ffi::F32 ? first : 0);
   factors.resize(count), more.resize(is_product ? count : 0);
+  auto fill = [&](std::vector<float>& to, auto scale_at) {
+    for (int64_t i = 0; i < count; ++i) to[i] = scale_at(i);
+  };
+  if (type == ffi::U8) fill(factors, [&](int64_t i) { return tables[bytes[i]]; });
+  if (is_product) fill(more, [&](int64_t i) { return tables[kScaleCodes + bytes[i]]; });
+  if (type == ffi::F32) fill(factors, [&](int64_t i) { return floats[i]; });
+  if (type == ffi::BF16) fill(factors, [&](int64_t i) { return FloatOfBrain(halves[i]); });
+  if (type == ffi::F16) fill(factors, [&](int64_t i) { return FloatOfHalf(halves[i]); });
+  if (unit == nullptr) return;
   std::vector<float>& last = is_product ? more : factors;
-  ParallelFor(pool, Ceil(count, kScalesAtATime), [&](int64_t chunk) {
-    const FlushedSubnormals flushed;
-    const int64_t first = chunk * kScalesAtATime, end = Least(count, first + kScalesAtATime);
-    for (int64_t i = first; i < end; ++i) {
-      if (type == ffi::U8) {
-        const int64_t code = static_cast<const uint8_t*>(stored)[i];
-        factors[i] = tables[code];
-        if (is_product) more[i] = tables[kScaleCodes + code];
-      } else if (type == ffi::F32) {
-        factors[i] = static_cast<const float*>(stored)[i];
-      } else {
-        const uint16_t half = static_cast<const uint16_t*>(stored)[i];
-        factors[i] = type == ffi::BF16 ? FloatOfBrain(half) : FloatOfHalf(half);
-      }
-      if (unit_count != 0) last[i] *= unit[i / tiles_of_unit];
-    }
-  });
+  fill(last, [&](int64_t i) { return last[i] * *unit; });
 }
 
 ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer units,
@@ -328,13 +318,8 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   d.bits = (int)bits, d.whole_shift = (int)whole_shift;
   auto floats = [](ffi::AnyBuffer& b) { return b.element_count() > 0 ? (const float*)b.untyped_data() : nullptr; };
   d.values = values.begin();
-  std::vector<float> factors, more;
-  if (scales.element_type() == ffi::F32 && unit_count == 0) {
-    d.factors = static_cast<const float*>(scales.untyped_data());
-  } else {
-    LoadScales(pool, scales, scale_tables, units, factors, more);
-    d.factors = factors.data(), d.more_factors = more.empty() ? nullptr : more.data();
-  }
+  const bool are_loaded = scales.element_type() != ffi::F32 || unit_count != 0;
+  d.factors = are_loaded ? nullptr : floats(scales);
   d.zeros = floats(zeros), d.offsets = floats(offsets);
   PreferLargePages(d.out, out->size_bytes());
   const Kernels kernels = KernelsFor(IsaOf(level));
@@ -342,8 +327,21 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   ParallelFor(pool, d.batch * down, [&](int64_t chunk) {
     const FlushedSubnormals flushed;
     std::vector<uint8_t> scratch(d.columns + 64);
-    const int64_t r0 = chunk % down * rows;
-    kernels.decode(d, chunk / down, r0, Least(r0 + rows, d.rows), scratch.data());
+    std::vector<float> factors, more;
+    const int64_t b = chunk / down, r0 = chunk % down * rows, r1 = Least(r0 + rows, d.rows);
+    Decoding own = d;
+    own.first_tile = (b * d.row_tiles + r0 / d.tile_rows) * d.column_tiles;
+    if (are_loaded) {
+      const int64_t count = ((r1 - 1) / d.tile_rows - r0 / d.tile_rows + 1) * d.column_tiles;
+      const float* unit = unit_count == 0 ? nullptr : floats(units) + b / (d.batch / unit_count);
+      LoadScales(scales, scale_tables, unit, own.first_tile, count, factors, more);
+      own.factors = factors.data(), own.more_factors = more.empty() ? nullptr : more.data();
+    } else {
+      own.factors += own.first_tile;
+    }
+    if (own.zeros != nullptr) own.zeros += own.first_tile;
+    if (own.offsets != nullptr) own.offsets += own.first_tile;
+    kernels.decode(own, b, r0, r1, scratch.data());
   });
   return ffi::Error::Success();
 }
