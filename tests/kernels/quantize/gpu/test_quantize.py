@@ -174,14 +174,14 @@ def test_jax_reaches_the_kernels_through_jax_triton(name: str, axis: int, monkey
     scheme = fb.scheme(name).along(axis, 2)
     problem = Quantization(x.shape[1:], "float32", scheme)
     assert TritonQuantizer().unsupported(problem) is None
-    got = jax.vmap(lambda x: gpu._quantized_by_kernel(scheme, x))(x)
+    got = jax.vmap(lambda x: gpu._quantized(scheme, x))(x)
     want = jax.vmap(lambda x: fb.quantize(x, name, axis=axis, backend="reference"))(x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape
         assert np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
     one = jax.tree.map(lambda leaf: leaf[1], want)
     assert TritonDequantizer().unsupported(Decoding(one.shape, "float32", one.scheme, one.tiles)) is None
-    decoded = gpu._decoded_by_kernel(jnp.float32, one)
+    decoded = gpu._decoded(jnp.dtype(jnp.float32), one)
     assert np.array_equal(decoded, fb.dequantize(one, backend="reference"), equal_nan=True)
 
 
