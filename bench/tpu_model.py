@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
-from fewbit.kernels.qmatmul.tpu import int8_gemm as pairs
 from fewbit.kernels.qmatmul.tpu import ragged
 from fewbit.kernels.qmatmul.tpu.blocks import PLAIN, Block, Cut, bytes_moved
-from fewbit.kernels.qmatmul.tpu.gemm import blocks_of, stacked_product
+from fewbit.kernels.qmatmul.tpu.gemm import DecodedProduct, stacked_product
 from fewbit.kernels.qmatmul.tpu.int8_blocks import Pair
+from fewbit.kernels.qmatmul.tpu.int8_gemm import CodeProduct, paired_stacks
+from fewbit.kernels.qmatmul.tpu.kernel import blocks_of
 from fewbit.kernels.qmatmul.tpu.problem import Form
 
 from .facts import save
@@ -70,7 +71,7 @@ def bounds(name: str, m: int) -> list[dict[str, Any]]:
     """The bounds of `x @ w` for m rows of bfloat16 and one scheme, in microseconds, on each chip."""
     q, x = quantized(name, (1, *SHAPE)), jax.ShapeDtypeStruct((1, m, SHAPE[0]), jnp.bfloat16)
     cut = Cut.of(Form.of(x, q, contracts_last=False, result=jnp.bfloat16), PLAIN)
-    moved = sum(bytes_moved(blocks_of(cut, q), cut.grid).values())
+    moved = sum(bytes_moved(blocks_of(DecodedProduct(cut), x, q), cut.grid).values())
     cycles = scheduled_cycles("fewbit_qmatmul", stacked_product, x, q)
     return [
         {"scheme": name, "chip": chip, "m": m}
@@ -84,8 +85,8 @@ def bounds(name: str, m: int) -> list[dict[str, Any]]:
 def ragged_bounds(name: str, m: int, active: int) -> list[dict[str, Any]]:
     """The same for m rows, evenly in groups of so many experts, the others being empty."""
     q, x = quantized(name, (EXPERTS, *EXPERT)), jax.ShapeDtypeStruct((m, EXPERT[0]), jnp.bfloat16)
-    form = Form.of(jax.ShapeDtypeStruct((1, *x.shape), x.dtype), q, contracts_last=False, result=jnp.bfloat16)
-    cut = Cut.of(form, ragged.PLAIN)
+    rows = jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    cut = Cut.of(Form.of(rows, q, contracts_last=False, result=jnp.bfloat16), ragged.PLAIN)
     sizes = np.zeros(EXPERTS, np.int32)
     sizes[:active] = m // active
     visits = ragged.Visits.of(jnp.asarray(sizes), m, cut.m)
@@ -95,7 +96,8 @@ def ragged_bounds(name: str, m: int, active: int) -> list[dict[str, Any]]:
         return dataclasses.replace(block, index=lambda *step: tuple(map(int, block.index(*step, groups, blocks))))
 
     grid = (cut.grid[1], int(visits.count), cut.grid[2])
-    moved = sum(bytes_moved([known(block) for block in ragged.grouped_blocks(cut, q)], grid).values())
+    of_groups = ragged.grouped_blocks(DecodedProduct(cut), rows, q)
+    moved = sum(bytes_moved(list(map(known, of_groups)), grid).values())
 
     def product(x: Any, q: Any, *, contracts_last: bool, result: Any) -> jax.Array:
         return ragged.grouped_product(x, q, jnp.asarray(sizes), contracts_last=contracts_last, result=result)
@@ -115,8 +117,8 @@ def pair_bounds(left: str, right: str, m: int) -> list[dict[str, Any]]:
     q = quantized(right, (1, *SHAPE))
     x = jax.eval_shape(lambda x: fb.quantize(x, left), jax.ShapeDtypeStruct((1, m, SHAPE[0]), jnp.bfloat16))
     pair = Pair.of(x, q, contracts_last=False, result=jnp.bfloat16)
-    moved = sum(bytes_moved(pairs.blocks_of(pair, x, q), pair.grid).values())
-    cycles = scheduled_cycles("fewbit_paired_qmatmul", pairs.paired_stacks, x, q)
+    moved = sum(bytes_moved(blocks_of(CodeProduct(pair), x, q), pair.grid).values())
+    cycles = scheduled_cycles("fewbit_paired_qmatmul", paired_stacks, x, q)
     dense, work = 2 * (SHAPE[0] * SHAPE[1] + m * sum(SHAPE)), 2 * m * SHAPE[0] * SHAPE[1]
     return [
         {"left": left, "right": right, "chip": chip, "m": m}

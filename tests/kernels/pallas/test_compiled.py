@@ -19,7 +19,9 @@ needs_libtpu = pytest.mark.skipif(
 def run(program: str, *arguments: str) -> None:
     """Runs a program in a process of its own: libtpu reads its settings when it is loaded, and stays."""
     path = os.pathsep.join([*sys.path, OWN_FOLDER])
-    settings = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    # Another worker of pytest may have loaded libtpu, which else allows one process.
+    alone = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+    settings = {**os.environ, **alone, "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, env=settings)
 
 
@@ -76,6 +78,7 @@ import jax, jax.numpy as jnp
 from jax.experimental import topologies
 import fewbit as fb
 from fewbit.kernels.qmatmul.tpu.int8_gemm import paired_stacks
+from fewbit.kernels.qmatmul.tpu.ragged import grouped_pair
 
 here = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0])
 for left, right, axis, contracts_last, (rows, columns), m in [
@@ -92,6 +95,14 @@ for left, right, axis, contracts_last, (rows, columns), m in [
     compiled = jax.jit(product, in_shardings=here, out_shardings=here).lower(x, q).compile()
     # Scales are laid as the result is, x is filled up to whole blocks; an unpacked copy of the weight would be more.
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * m * (rows + columns) + 8 * q.scale.size + 2**16
+
+for left, right, axis in ("int8", "int4_g64", -2), ("uint8", "uint4", -1), ("fp8", "fp8", -1):
+    q = jax.eval_shape(lambda w: fb.quantize(w, right, axis=axis), jax.ShapeDtypeStruct((8, 1430, 600), jnp.bfloat16))
+    x = jax.eval_shape(lambda x: fb.quantize(x, left), jax.ShapeDtypeStruct((1, 300, 600 if axis == -1 else 1430), jnp.bfloat16))
+    product = lambda x, q, sizes: grouped_pair(x, q, sizes, contracts_last=axis == -1, result=jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    compiled = jax.jit(product, in_shardings=here, out_shardings=here).lower(x, q, sizes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 8 * 300 * 2030 + 8 * q.scale.size + 2**16
 """
 
 

@@ -18,7 +18,8 @@ from fewbit.kernels.backend import select
 from fewbit.kernels.qmatmul import BACKENDS, PallasTPU, Problem, dispatch
 from fewbit.kernels.qmatmul.problem import Operand
 from fewbit.kernels.qmatmul.tpu.blocks import Block, Config, Cut, bytes_moved, fitting
-from fewbit.kernels.qmatmul.tpu.gemm import blocks_of, stacked_product
+from fewbit.kernels.qmatmul.tpu.gemm import DecodedProduct, stacked_product
+from fewbit.kernels.qmatmul.tpu.kernel import blocks_of
 from fewbit.kernels.qmatmul.tpu.problem import Form, refusal
 from tests.each_scheme import KINDS
 
@@ -288,7 +289,7 @@ def test_bytes_moved_are_the_bytes_held(name: str, axis: int, shape: tuple[int, 
     x, q, contracts_last = abstract(name, axis, shape, min(m, 16), contracts, jnp.bfloat16)
     form = Form.of(x, q, contracts_last=contracts_last, result=jnp.bfloat16)
     cut = Cut.of(form, Config())
-    moved = bytes_moved(blocks_of(cut, q), cut.grid)
+    moved = bytes_moved(blocks_of(DecodedProduct(cut), x, q), cut.grid)
     length = x.shape[2]
     y = shape[0] * shape[1] // length
     again = cut.grid[1]  # x is read once for each block of the result's other axis
@@ -300,7 +301,7 @@ def test_bytes_moved_are_the_bytes_held(name: str, axis: int, shape: tuple[int, 
 def test_more_rows_than_a_block_read_the_weight_again():
     x, q, contracts_last = abstract("int4", -2, (4096, 512), 512, True, jnp.bfloat16)
     cut = Cut.of(Form.of(x, q, contracts_last=contracts_last, result=jnp.bfloat16), Config(m=256))
-    assert bytes_moved(blocks_of(cut, q), cut.grid)["codes"] == 2 * q.codes.size
+    assert bytes_moved(blocks_of(DecodedProduct(cut), x, q), cut.grid)["codes"] == 2 * q.codes.size
 
 
 def test_bytes_of_a_block_beyond_the_end_are_not_counted():

@@ -12,8 +12,9 @@ import pytest
 import fewbit as fb
 from fewbit.kernels.qmatmul import PallasTPU, Problem, dispatch
 from fewbit.kernels.qmatmul.tpu.blocks import Block, Config, Cut, bytes_moved
+from fewbit.kernels.qmatmul.tpu.gemm import DecodedProduct
 from fewbit.kernels.qmatmul.tpu.problem import Form
-from fewbit.kernels.qmatmul.tpu.ragged import PLAIN, Visits, grouped_blocks, grouped_product
+from fewbit.kernels.qmatmul.tpu.ragged import PLAIN, Visits, grouped_blocks, grouped_pair, grouped_product
 
 SMALL = Config(m=8, codes=256, columns=128)  # several blocks along each axis of what follows
 SIZES = {
@@ -81,6 +82,36 @@ def test_values(name: str, axis: int, contracts_last: bool, sizes: str, dtype: A
     size = np.linalg.norm(np.asarray(x, np.float64), axis=1)[:, None] * 20
     assert (error <= size * (2.0**-24 * 305 if dtype == jnp.float32 else 2.0**-8)).all()
     assert (np.asarray(y, np.float64)[sum(SIZES[sizes]) :] == 0).all()
+
+
+# Both sides' schemes, whether the matrices are stored as [G, N, K], and the groups. Integer sums are exact.
+PAIRS = [
+    ("int8", "int4_g64", False, "some cross"),
+    ("uint8", "uint4", True, "rows are left"),
+    ("fp8", "fp8", True, "one has all"),
+    ("uint8_g128", "uint8_g128", False, "some cross"),
+    ("int8", "int8", False, "none has any"),
+]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "contracts_last", "sizes"), [PAIRS[0], *(pytest.param(*c, marks=pytest.mark.slow) for c in PAIRS[1:])]
+)
+def test_values_of_two_quantized_operands(left: str, right: str, contracts_last: bool, sizes: str, on_cpu: "OnCpu"):
+    """The reference's, or within the roundings of float32 sums of tiles; several blocks along each axis."""
+    rng = np.random.default_rng(0)
+    shape, axis = ((4, 140, 301), -1) if contracts_last else ((4, 301, 140), -2)
+    q = fb.quantize(jnp.asarray(rng.normal(0.2, 1, shape), jnp.float32), right, axis=axis)
+    x = fb.quantize(jnp.asarray(rng.normal(0.2, 1, (24, 301)), jnp.float32), left)
+    contracted = ((1,), (2 if contracts_last else 1,)), ((), ())
+    numbers = jax.lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
+    groups = jnp.array(SIZES[sizes], jnp.int32)
+    y = fb.ops.ragged_dot_general(x, q, groups, numbers, backend=on_cpu)
+    exact = product(np.asarray(fb.dequantize(x), np.float64), q, SIZES[sizes], contracts_last)
+    size = np.linalg.norm(np.asarray(fb.dequantize(x), np.float64), axis=1)[:, None] * 25
+    assert y.dtype == jnp.float32
+    assert (np.abs(np.asarray(y, np.float64) - exact) <= size * 2.0**-24 * 305).all()
+    assert (np.asarray(y)[sum(SIZES[sizes]) :] == 0).all()
 
 
 # --- as a backend ---
@@ -171,8 +202,8 @@ def test_reasons():
         fb.UnsupportedError, match="cannot be viewed as a stack of matrices: its codes share bytes along a batch axis"
     ):
         fb.ragged_dot(x, packed, sizes, backend="pallas_tpu")
-    with pytest.raises(fb.UnsupportedError, match="both operands of a ragged_dot are quantized; it supports one"):
-        fb.ragged_dot(fb.quantize(x, "int8"), q, sizes, backend="pallas_tpu")
+    with pytest.raises(fb.UnsupportedError, match="the codes are int2; codes of 4 and 8 bits in order"):
+        fb.ragged_dot(fb.quantize(x, "int8"), fb.quantize(fb.dequantize(q), "int2", axis=-2), sizes, backend="pallas_tpu")
     with pytest.raises(fb.UnsupportedError, match="it takes rows in groups, and quantized matrices"):
         fb.ragged_dot(x, fb.dequantize(q), sizes, backend="pallas_tpu")
 
@@ -200,6 +231,18 @@ def test_it_is_lowered_for_tpus_from_packed_bytes(name: str, axis: int, shape: t
     assert "tensor<{}x{}x{}x".format(*shape) not in text  # no array of the unpacked size
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize(("right", "axis", "shape"), [("int4_g64", -2, (8, 4096, 1000)), ("int8", -1, (8, 600, 1024))])
+def test_two_quantized_operands_are_lowered_for_tpus_from_packed_bytes(right: str, axis: int, shape: tuple[int, int, int]):
+    rows, q = abstract(right, axis, shape, 300, axis == -1)
+    x = jax.eval_shape(lambda x: fb.quantize(x, "int8"), jax.ShapeDtypeStruct((1, *rows.shape), jnp.float32))
+    of = functools.partial(grouped_pair, contracts_last=axis == -1, result=jnp.bfloat16)
+    text = jax.jit(of).trace(x, q, jax.ShapeDtypeStruct((8,), jnp.int32)).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 1
+    assert "tensor<{}x{}x{}xui8>".format(*q.codes.shape) in text
+    assert "tensor<{}x{}x{}xf".format(*shape) not in text  # no array of the unpacked size
+
+
 def test_one_trace_serves_cpu_and_tpu_forwards_and_backwards():
     x, q = abstract("nf4", -2, (4, 256, 128), 16, False)
 
@@ -214,7 +257,8 @@ def test_one_trace_serves_cpu_and_tpu_forwards_and_backwards():
 
 def test_only_the_matrices_of_groups_with_rows_are_read():
     x, q = abstract("mxfp4", -1, (32, 576, 1024), 64, True)
-    cut = Cut.of(Form.of(jax.ShapeDtypeStruct((1, *x.shape), x.dtype), q, contracts_last=True, result=jnp.bfloat16), PLAIN)
+    x = jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    cut = Cut.of(Form.of(x, q, contracts_last=True, result=jnp.bfloat16), PLAIN)
     sizes = np.zeros(32, np.int32)
     sizes[[3, 4, 17]] = 10, 1, 53
     visits = Visits.of(jnp.asarray(sizes), 64, cut.m)
@@ -223,6 +267,6 @@ def test_only_the_matrices_of_groups_with_rows_are_read():
     def known(block: Block) -> Block:
         return dataclasses.replace(block, index=lambda *step: tuple(map(int, block.index(*step, groups, blocks))))
 
-    concrete = [known(block) for block in grouped_blocks(cut, q)]
+    concrete = [known(block) for block in grouped_blocks(DecodedProduct(cut), x, q)]
     moved = bytes_moved(concrete, (cut.grid[1], int(visits.count), cut.grid[2]))
     assert moved["codes"] + moved["scale"] == q.nbytes * 3 // 32

@@ -39,6 +39,7 @@ class PallasTPU(AbstractKernel):
     name: ClassVar[str] = "pallas_tpu"
     platform: ClassVar[str] = "tpu"
     experimental: ClassVar[bool] = True
+    groups_pairs: ClassVar[bool] = True
     config: Config = PLAIN
     pairs: Config = PAIRS
     groups: Config | None = None
@@ -88,6 +89,14 @@ class PallasTPU(AbstractKernel):
             precision=precision,
             config=_of_chip(self.groups or ragged.PLAIN),
             interpret=self.interpret,
+        )
+
+    def grouped_pair(self, x: QArray, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        from . import ragged
+
+        config = self.groups or ragged.PLAIN
+        return ragged.grouped_pair(
+            x, q, sizes, contracts_last=contracts_cols, result=dtype, config=config, interpret=self.interpret
         )
 
 

@@ -53,6 +53,7 @@ class Block:
         dtype: of the array.
         block: the shape of a block.
         index: the index map, from a grid step to a block.
+        is_weight: whether it belongs to the weight, not to the rows of x or the result.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Block:
     dtype: np.dtype
     block: tuple[int, ...]
     index: Callable[..., tuple[Any, ...]]
+    is_weight: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +127,9 @@ class Cut:
             in_bytes = self.form.bytes_along
         block, shape = (in_bytes, self.columns), (self.form.bytes_along, self.form.columns)
         if self.form.is_transposed:
-            return Block("codes", shape[::-1], np.dtype(np.uint8), block[::-1], lambda i, j, k: self._swapped(j, k)[::-1])
-        return Block("codes", shape, np.dtype(np.uint8), block, lambda i, j, k: self._swapped(j, k))
+            turned = (shape[::-1], np.dtype(np.uint8), block[::-1])
+            return Block("codes", *turned, lambda i, j, k: self._swapped(j, k)[::-1], is_weight=True)
+        return Block("codes", shape, np.dtype(np.uint8), block, lambda i, j, k: self._swapped(j, k), is_weight=True)
 
     def scales(self, name: str, dtype: np.dtype) -> Block:
         """Scales, zero points or tensor scale, per tile of rows and column."""
@@ -139,7 +142,7 @@ class Cut:
         def index(_: T, j: T, k: T) -> tuple[T | int, ...]:
             return tuple(at if n > 1 else 0 for at, n in zip(self._swapped(j, k), shape, strict=True))
 
-        return Block(name, shape, dtype, block, index)
+        return Block(name, shape, dtype, block, index, is_weight=True)
 
     def result(self) -> Block:
         """The result, one matrix per plane if the packed axis is not contracted."""

@@ -124,7 +124,7 @@ class Pair:
         of_x = name.startswith("x_")
         length, block = (m, bm) if of_x else (n, bn)
         shape, block = (count, length), (min(count, self.block_tiles), block)
-        return Block(name, shape, dtype, block, lambda i, j, k: (k if count > 1 else 0, (j, i)[of_x]))
+        return Block(name, shape, dtype, block, lambda i, j, k: (k if count > 1 else 0, (j, i)[of_x]), is_weight=not of_x)
 
     def _stored(self, dtype: np.dtype) -> Block:
         """The packed bytes, as stored."""
@@ -140,4 +140,4 @@ class Pair:
             tuple(length // unit for length, unit in zip(order(*lengths[1:]), units, strict=True))
             for lengths in (self.lengths, self.blocks)
         )
-        return Block("codes", shape, dtype, block, lambda i, j, k: order(k, j))
+        return Block("codes", shape, dtype, block, lambda i, j, k: order(k, j), is_weight=True)

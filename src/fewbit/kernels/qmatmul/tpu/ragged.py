@@ -6,9 +6,9 @@ nonempty groups within a block. Their number depends on the sizes, so the grid's
 block of each visit are computed before the kernel from the sizes alone (`Visits`) and prefetched to scalar memory for the index
 maps. So empty groups cost nothing: neither a step nor a byte of their weights.
 
-**The product** of a visit is that of `gemm.py` with all rows of the block: bytes of the group's matrix, decoded in VMEM. Of
-its result only the rows of the group are written, to a block that stays in VMEM between its visits. Rows past all groups belong
-to no visit and are set to zero afterwards.
+**The product** of a visit is that of `gemm.py` or `int8_gemm.py` with all rows of the block and the group's matrix. Of its
+result only the rows of the group are written, to a block that stays in VMEM between its visits. Rows past all groups belong to
+no visit and are set to zero afterwards.
 
 **Traffic.** A matrix is read once for each block of rows that its group overlaps, x once for each block of the result's
 other axis. Short groups waste products: a block of 128 rows of 8 groups is multiplied 8 times. The matrix unit has capacity to
@@ -18,8 +18,8 @@ spare, since a visit is bound by loading and decoding its matrix.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,10 @@ from jax.typing import DTypeLike
 
 from ....array.qarray import QArray
 from .blocks import Block, Config, Cut
-from .kernel import joined, planes_of, scale_arrays, summed, varying_axes
+from .gemm import DecodedProduct
+from .int8_blocks import Pair
+from .int8_gemm import CodeProduct
+from .kernel import AbstractProduct, accumulate, varying_axes
 from .problem import Form
 
 PLAIN = Config(m=128)
@@ -84,29 +87,52 @@ def grouped_product(
     config: Config = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """`AbstractRaggedKernel.grouped`; other arguments as in `gemm.stacked_product`."""
+    """`AbstractKernel.grouped`; other arguments as in `gemm.stacked_product`."""
     form = Form.of(x[None], q, contracts_last=contracts_last, result=result, precision=precision, halves=config.halves)
-    cut = Cut.of(form, config)
-    visits = Visits.of(sizes, form.m, cut.m)
-    scales = scale_arrays(form, q)
-    call = _call(cut, config, grouped_blocks(cut, q), visits.count, tuple(scales), interpret, varying_axes(x, q, sizes))
-    rows = planes_of(cut, x[None].astype(form.dtype))[0]
-    y = call(visits.group, visits.block, visits.bounds, rows, q.codes, *scales.values())
-    is_row = jnp.arange(form.m, dtype=jnp.int32) < visits.bounds[-1]
-    return jnp.where(is_row[:, None], joined(form, y[None])[0], jnp.zeros((), form.result))
+    return _grouped(GroupedDecoded(Cut.of(form, config), config), x[None], q, sizes, interpret=interpret)[0]
 
 
-def grouped_blocks(cut: Cut, q: QArray) -> list[Block]:
-    """The blocks of every input and the result; `q` may be shapes.
+def grouped_pair(
+    x: QArray,
+    q: QArray,
+    sizes: jax.Array,
+    *,
+    contracts_last: bool,
+    result: DTypeLike,
+    config: Config = PLAIN,
+    interpret: bool = False,
+) -> jax.Array:
+    """`AbstractKernel.grouped_pair`; other arguments as in `int8_gemm.paired_stacks`."""
+    pair = Pair.of(x, q, contracts_last=contracts_last, result=result, config=config)
+    return _grouped(GroupedCodes(pair), x, q, sizes, interpret=interpret).astype(result)
+
+
+class GroupedDecoded(DecodedProduct):
+    """`DecodedProduct` of a ragged_dot."""
+
+    name: ClassVar[str] = "fewbit_ragged_qmatmul"
+
+
+class GroupedCodes(CodeProduct):
+    """`CodeProduct` of a ragged_dot."""
+
+    name: ClassVar[str] = "fewbit_paired_ragged_qmatmul"
+
+
+def grouped_blocks(product: AbstractProduct, x: Any, q: QArray) -> list[Block]:
+    """The blocks of every input and the result; operands may be shapes.
 
     The grid is (free axis of the weight, visits, contraction). Index maps also take the visits' groups and row blocks, and the
     arrays of the weight have the group as first axis.
     """
-    scales = jax.eval_shape(functools.partial(scale_arrays, cut.form), q)
-    blocks = [cut.codes(), *(cut.scales(name, array.dtype) for name, array in scales.items())]
-    counts = [len(q.codes), *(len(array) for array in scales.values())]
-    stacked = [_of_group(block, n) for block, n in zip(blocks, counts, strict=True)]
-    return [_visited(cut.activations()), *stacked, _visited(cut.result())]
+    return _blocks(product, jax.eval_shape(product.arrays, x, q))
+
+
+def _blocks(product: AbstractProduct, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> list[Block]:
+    blocks = []
+    for block in product.blocks(arrays):
+        blocks.append(_of_group(block, len(arrays[block.name])) if block.is_weight else _visited(block))
+    return blocks
 
 
 def _visited(block: Block) -> Block:
@@ -124,57 +150,74 @@ def _of_group(block: Block, count: int) -> Block:
     def index(j: Any, visit: Any, k: Any, groups: Any, *_: object) -> tuple[Any, ...]:
         return groups[visit] if count > 1 else 0, *block.index(0, j, k)
 
-    return Block(block.name, (count, *block.shape), block.dtype, (1, *block.block), index)
+    return Block(block.name, (count, *block.shape), block.dtype, (1, *block.block), index, is_weight=True)
+
+
+def _grouped(product: AbstractProduct, x: Any, q: QArray, sizes: jax.Array, *, interpret: bool) -> jax.Array:
+    """The product of rows `[1, M, K]` in groups of these sizes, `[1, M, N]`."""
+    arrays = product.arrays(x, q)
+    blocks = _blocks(product, arrays)
+    rows, block = blocks[-1].shape[-2], blocks[-1].block[-2]
+    visits = Visits.of(sizes, rows, block)
+    call = _call(product, blocks, visits.count, tuple(arrays), interpret, varying_axes(x, q, sizes))
+    read = [array if own.is_weight else array[0] for array, own in zip(arrays.values(), blocks[:-1], strict=True)]
+    y = product.joined(call(visits.group, visits.block, visits.bounds, *read)[None])
+    is_row = jnp.arange(rows, dtype=jnp.int32) < visits.bounds[-1]
+    return jnp.where(is_row[:, None], y, jnp.zeros((), y.dtype))
 
 
 def _call(
-    cut: Cut,
-    config: Config,
+    product: AbstractProduct,
     blocks: list[Block],
     count: jax.Array,
     names: tuple[str, ...],
     interpret: bool,
     varying: ManualAxisType,
 ) -> Callable[..., jax.Array]:
-    """The kernel as a function of `Visits` arrays and one group's arrays."""
+    """The kernel as a function of `Visits` arrays, rows, and all groups' arrays."""
     *read, out = blocks
-    x, *of_group = [pl.BlockSpec(block.block, block.index) for block in read]
-    of_group = [pl.BlockSpec((None, *spec.block_shape[1:]), spec.index_map) for spec in of_group]  # type: ignore[index]
-    _, free, contracted = cut.grid
+    _, free, contracted = product.grid
     return pl.pallas_call(
-        functools.partial(_kernel, cut, config, names),
+        functools.partial(_kernel, product, names, out.block[-2]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(free, count, contracted),
-            in_specs=[x, *of_group],
-            out_specs=pl.BlockSpec(out.block, out.index),
-            scratch_shapes=[pltpu.VMEM(out.block, jnp.float32), *(pltpu.VMEM(shape, jnp.int32) for shape in cut.stream())],
+            in_specs=[_spec(block) for block in read],
+            out_specs=_spec(out),
+            scratch_shapes=[pltpu.VMEM(out.block, product.sums), *product.scratch],
         ),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=product.vmem_limit_bytes
+        ),
         interpret=interpret,
-        name="fewbit_ragged_qmatmul",
+        name=product.name,
     )
 
 
+def _spec(block: Block) -> pl.BlockSpec:
+    """A block of rows, or of one group's matrix."""
+    shape: tuple[int | None, ...] = block.block
+    if block.is_weight:
+        shape = (None, *shape[1:])
+    return pl.BlockSpec(shape, block.index)
+
+
 def _kernel(
-    cut: Cut,
-    config: Config,
+    product: AbstractProduct,
     names: tuple[str, ...],
+    rows: int,
     groups: jax.Ref,
     blocks: jax.Ref,
     bounds: jax.Ref,
-    x: jax.Ref,
-    codes: jax.Ref,
     *refs: jax.Ref,
 ) -> None:
-    """One step of a visit; the last one writes its group's rows."""
-    scales, (y, *scratch) = refs[: len(names)], refs[len(names) :]
+    """One step of a visit; the last one writes its group's rows, of the `rows` of a block."""
     visit = pl.program_id(1)
     first, end = bounds[groups[visit]], bounds[groups[visit] + 1]
 
-    def finish(sums: jax.Array) -> None:
-        row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1) + blocks[visit] * cut.m
+    def finish(y: jax.Ref, sums: jax.Array) -> None:
+        row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, sums.ndim - 2) + blocks[visit] * rows
         y[...] = jnp.where((row >= first) & (row < end), sums.astype(y.dtype), y[...])
 
-    summed(cut, config, names, x, codes, scales, tuple(scratch), finish)
+    accumulate(product, names, finish, *refs)
