@@ -23,7 +23,7 @@ from .encoder_activations import PACKAGES, cosines, minilm
 from .facts import headline, save
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
-METHODS = ("rtn", "hqq", "imatrix", "awq", "rounding", "gptq")
+METHODS = ("rtn", "hqq", "imatrix", "awq", "rounding", "gptq", "gptq_mse")
 
 
 def main() -> None:

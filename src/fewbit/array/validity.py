@@ -73,7 +73,7 @@ def misfit(q: QArray) -> str | None:
     counts = tuple(q.scale.shape)
     tiles = scheme.tiles(len(shape))
     expected = tile_counts(shape, tiles)
-    if counts != expected and not _is_stacked(counts, expected, shape, tiles):
+    if counts != expected and not _has_valid_lengths(counts, expected, shape, tiles):
         return f"scale has shape {counts}, expected {expected} for an array of shape {shape} in tiles {scheme.tile!r}"
     zero = tensor = None
     if scheme.zero_point is not None:
@@ -85,7 +85,7 @@ def misfit(q: QArray) -> str | None:
     )
 
 
-def _is_stacked(counts: tuple[int, ...], expected: tuple[int, ...], shape: tuple[int, ...], tiles: tuple[Tile, ...]) -> bool:
+def _has_valid_lengths(counts: tuple[int, ...], expected: tuple[int, ...], shape: tuple[int, ...], tiles: tuple[Tile, ...]) -> bool:
     """Whether the scale has a valid length along each axis.
 
     Valid are one per tile, one per element, or one for an axis no longer than a tile.

@@ -104,7 +104,10 @@ def as_stored(model: Model) -> Model:
 
 
 def _tokenizer(model: Model) -> Tokenizer:
-    """The tokenizer of a model's small files. fewbit reads it if it is a `tokenizer.json`, else transformers does."""
+    """The tokenizer of a model's small files.
+
+    fewbit reads a `tokenizer.json`, transformers the files of others. Where there is neither, fewbit's reader says so.
+    """
     others = ("tokenizer.model", "vocab", "spiece", "sentencepiece")
     if "tokenizer.json" in model.files or not any(name.startswith(others) for name in model.files):
         return tokenizer_from_files(model.files)

@@ -131,5 +131,5 @@ def _is_product(row: PlanRow) -> bool:
 
 
 def _last(path: str) -> str:
-    """The name of a parameter within its block, without numbers. Identical layers thus have one row."""
+    """The last name of a path, so that the same product of all layers has one row."""
     return path.rsplit("/", 1)[-1]
