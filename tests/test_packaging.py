@@ -80,7 +80,8 @@ def test_a_cpp_file_becomes_an_extension_beside_it(tree: Path) -> None:
     add_kernel(tree)
     wheel = wheel_of(tree)
     (built,) = extensions(wheel.namelist())
-    assert built.startswith("fewbit/kernels/nothing/cpu/_nothing.")
+    assert built == "fewbit/kernels/nothing/cpu/_nothing.abi3.so"
+    assert "-cp311-abi3-" in str(wheel.filename), "one wheel for every Python"
     wheel.extractall(tree / "built")
     assert reason_missing(tree / "built") == "None"
     with (tree / "built" / "fewbit" / "kernels" / "cpp" / "isa.h").open("a") as header:

@@ -1,10 +1,13 @@
 """A compiled extension is told from one that was built of other sources; `tests/test_packaging.py` builds one."""
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
+import jax.ffi
 import pytest
 
 from fewbit import QuantError
@@ -41,6 +44,22 @@ def test_every_source_is_listed():
     assert sorted(extension.EXTENSIONS) == sorted(
         ".".join(("fewbit.kernels", *path.parent.parts, f"_{path.stem}")) for path in sources
     )
+
+
+@pytest.mark.slow
+@pytest.mark.newest
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("source", sorted((ROOT / "src/fewbit/kernels").rglob("*.cc")), ids=lambda path: path.stem)
+def test_a_source_fits_the_headers_of_this_jax(source):
+    """`make test-newest` runs the kernels that the pinned JAX's headers made; a user compiles against those of the newest."""
+    folders = [
+        f"-I{ROOT / 'src/fewbit/kernels'}",
+        f"-I{sysconfig.get_paths()['include']}",
+        "-isystem",
+        jax.ffi.include_dir(),
+    ]
+    macros = ["-DPy_LIMITED_API=0x030B0000", '-DFEWBIT_SOURCES=""']
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-w", *macros, *folders, str(source)], check=True)
 
 
 def test_a_stale_extension_ends_the_tests(monkeypatch, pytestconfig):

@@ -85,7 +85,9 @@ def misfit(q: QArray) -> str | None:
     )
 
 
-def _has_valid_lengths(counts: tuple[int, ...], expected: tuple[int, ...], shape: tuple[int, ...], tiles: tuple[Tile, ...]) -> bool:
+def _has_valid_lengths(
+    counts: tuple[int, ...], expected: tuple[int, ...], shape: tuple[int, ...], tiles: tuple[Tile, ...]
+) -> bool:
     """Whether the scale has a valid length along each axis.
 
     Valid are one per tile, one per element, or one for an axis no longer than a tile.
