@@ -1,6 +1,6 @@
 """Quality loss of a sentence encoder, by method and scheme.
 
-    python -m bench.encoder_methods [--pieces 32] [--schemes int4_g64,nf4] [--methods rtn,gptq] [--save]
+    python -m bench.encoder_methods [--pieces 32] [--schemes int4_g64,nf4] [--methods rtn,gptq] [--save [--keep]]
 
 Each method runs with and without bias correction. MiniLM (6 layers of width 384, float32 as it was released) over pieces of
 128 tokens of one text: the methods learn from the first pieces, and the embeddings of as many others are compared with those
@@ -20,7 +20,7 @@ import fewbit as fb
 from fewbit.cli.progress import peak_memory
 
 from .encoder_activations import PACKAGES, cosines, minilm
-from .facts import headline, save
+from .facts import headline, kept_rows, save
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
 METHODS = ("rtn", "hqq", "imatrix", "awq", "rounding", "gptq", "gptq_mse")
@@ -35,16 +35,16 @@ def main() -> None:
     params, encode, pieces, text = minilm(2 * options.pieces)
     learned, compared = pieces[: options.pieces], pieces[options.pieces :]
     print(f"{headline(PACKAGES)}; {text}, {options.pieces} pieces", flush=True)
-    reference, rows = np.asarray(encode(params, compared)), []
+    reference, rows = np.asarray(encode(params, compared)), rows_before("encoder_methods", options)
     for row, trees in by_scheme_and_method(encode, params, [learned], r"encoder\..*\.weight", options):
         for kind, tree in trees.items():
             ours = np.asarray(fb.transparent(encode)(tree, compared))
             row[f"{kind}_error"] = round(float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)), 6)
             row[f"{kind}_cosine"] = cosines(ours, reference)["mean"]
-        rows.append(row)
+        rows[row["scheme"], row["method"]] = row
         print(row, flush=True)
         if options.save:  # after each row: some take minutes
-            save("encoder_methods", PACKAGES, text=text, pieces=options.pieces, rows=rows)
+            save("encoder_methods", PACKAGES, text=text, pieces=options.pieces, rows=list(rows.values()))
 
 
 def add_schemes_and_methods(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +52,12 @@ def add_schemes_and_methods(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--save", action="store_true", help="write the file in bench/results")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of the file that this run does not measure")
+
+
+def rows_before(name: str, options: argparse.Namespace) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The rows by scheme and method that `--keep` keeps."""
+    return kept_rows(name, "scheme", "method") if options.keep else {}
 
 
 def by_scheme_and_method(

