@@ -44,7 +44,7 @@ if not jaxtyping_config.jaxtyping_disable:  # JAXTYPING_DISABLE=1: millions of m
 # Tests compile without LLVM's optimizations, a third of the time; `--optimize` (make test-newest) has them optimized, as a user's
 # programs are. So are the processes that tests start, but for `make test`, and these tests, which run for long or compare with
 # printed numbers.
-OPTIMIZED = re.compile(r"tests/(test_docs|test_migrating|models/test_smollm2|workflows/test_real_models)\b")
+OPTIMIZED = re.compile(r"tests/(test_migrating|models/test_smollm2|workflows/test_real_models)\b")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
