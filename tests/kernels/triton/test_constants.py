@@ -19,6 +19,7 @@ def values(constant):
         yield from value if isinstance(value, tuple) else (value,)
 
 
+@pytest.mark.once
 def test_each_format_has_its_own_key():
     """Triton's cache keys contain the `repr`: constants that differ must differ in it."""
     names = ("e2m1", "e2m3", "e4m3fn", "e5m2", "int4", "uint4", "int8", "nf4", "bnb_fp4")
