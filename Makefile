@@ -51,10 +51,10 @@ test-all: ready-all newest-environment ## the rest: slow tests, those against ot
 test-fast: ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe
 
-test-newest: newest-environment ## the tests that call JAX, compiled with optimizations, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
+test-newest: newest-environment ## the tests that call JAX, those of products and quantizers compiled with optimizations, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
 	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The tests that call JAX on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(UNCHECKED) $(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal --optimize -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
+	$(UNCHECKED) $(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal --optimize=numerics -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
 
 newest-environment:
 	@python=$$(.ci/newest-python); \

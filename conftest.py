@@ -41,16 +41,19 @@ if not jaxtyping_config.jaxtyping_disable:  # JAXTYPING_DISABLE=1: millions of m
     install_import_hook("fewbit", CHECKER)
 
 
-# Tests compile without LLVM's optimizations, a third of the time; `--optimize` (make test-newest) has them optimized, as a user's
-# programs are. So are the processes that tests start, but for `make test`, and these tests, which run for long or compare with
-# printed numbers.
+# Tests compile without LLVM's optimizations, a third of the time; `--optimize` has them optimized, as a user's programs are. So
+# are the processes that tests start, but for `make test`, and these tests, which run for long or compare with printed numbers.
 OPTIMIZED = re.compile(r"tests/(test_migrating|models/test_smollm2|workflows/test_real_models)\b")
+
+# `--optimize=numerics` (make test-newest) leaves out these folders, whose products and quantizers have tests in other folders.
+ABOVE_NUMERICS = re.compile(r"tests/(calibration|frameworks|kvcache|models|recipe|training)\b")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The size of the brute force, which `make test-long` raises a hundredfold; and how tests are compiled."""
     parser.addoption("--blocks", type=int, default=250, help="how many blocks of each kind a scale search is tried on")
-    parser.addoption("--optimize", action="store_true", help="compile with LLVM's optimizations")
+    optimize = {"nargs": "?", "const": "all", "choices": ("all", "numerics")}
+    parser.addoption("--optimize", **optimize, help="compile with LLVM's optimizations")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,7 +88,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def compiled_code(request: pytest.FixtureRequest) -> Iterator[None]:
     """Chooses how a module's tests are compiled, and frees that code after them: kept for the whole run it takes gigabytes."""
-    is_optimized = request.config.getoption("--optimize") or OPTIMIZED.match(request.node.nodeid)
+    asked, name = request.config.getoption("--optimize"), request.node.nodeid
+    is_optimized = OPTIMIZED.match(name) or asked == "all" or (asked == "numerics" and not ABOVE_NUMERICS.match(name))
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
     yield
     jax.clear_caches()
