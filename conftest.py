@@ -42,8 +42,11 @@ if not jaxtyping_config.jaxtyping_disable:  # JAXTYPING_DISABLE=1: millions of m
 
 
 # Tests compile without LLVM's optimizations, a third of the time; `--optimize` has them optimized, as a user's programs are. So
-# are the processes that tests start, but for `make test`, and these tests, which run for long or compare with printed numbers.
-OPTIMIZED = re.compile(r"tests/(test_migrating|models/test_smollm2|workflows/test_real_models)\b")
+# are the processes that tests start, but for `make test`, and these tests, which run for long, compare with printed numbers, or
+# compare the bits of two programs.
+OPTIMIZED = re.compile(
+    r"tests/(test_migrating|models/test_smollm2|workflows/test_real_models)\b|tests/test_docs\.py::.*\[docs/lora\.md\]"
+)
 
 # `--optimize=numerics` (make test-newest) leaves out these folders, whose products and quantizers have tests in other folders.
 ABOVE_NUMERICS = re.compile(r"tests/(calibration|frameworks|kvcache|models|recipe|training)\b")
@@ -85,12 +88,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_code(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Chooses how a module's tests are compiled, and frees that code after them: kept for the whole run it takes gigabytes."""
-    asked, name = request.config.getoption("--optimize"), request.node.nodeid
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which compile, too
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Chooses how a test is compiled."""
+    asked, name = item.config.getoption("--optimize"), item.nodeid
     is_optimized = OPTIMIZED.match(name) or asked == "all" or (asked == "numerics" and not ABOVE_NUMERICS.match(name))
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed_code() -> Iterator[None]:
+    """Frees what a module's tests compiled: kept for the whole run it takes gigabytes."""
     yield
     jax.clear_caches()
 

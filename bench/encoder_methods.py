@@ -20,7 +20,7 @@ import fewbit as fb
 from fewbit.cli.progress import peak_memory
 
 from .encoder_activations import PACKAGES, cosines, minilm
-from .facts import headline, kept_rows, save
+from .facts import add_keep, headline, kept_rows, save
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
 METHODS = ("rtn", "hqq", "imatrix", "awq", "rounding", "gptq", "gptq_mse")
@@ -35,7 +35,7 @@ def main() -> None:
     params, encode, pieces, text = minilm(2 * options.pieces)
     learned, compared = pieces[: options.pieces], pieces[options.pieces :]
     print(f"{headline(PACKAGES)}; {text}, {options.pieces} pieces", flush=True)
-    reference, rows = np.asarray(encode(params, compared)), rows_before("encoder_methods", options)
+    reference, rows = np.asarray(encode(params, compared)), kept_rows("encoder_methods", options)
     for row, trees in by_scheme_and_method(encode, params, [learned], r"encoder\..*\.weight", options):
         for kind, tree in trees.items():
             ours = np.asarray(fb.transparent(encode)(tree, compared))
@@ -52,12 +52,7 @@ def add_schemes_and_methods(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--save", action="store_true", help="write the file in bench/results")
-    parser.add_argument("--keep", action="store_true", help="keep the rows of the file that this run does not measure")
-
-
-def rows_before(name: str, options: argparse.Namespace) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The rows by scheme and method that `--keep` keeps."""
-    return kept_rows(name, "scheme", "method") if options.keep else {}
+    add_keep(parser)
 
 
 def by_scheme_and_method(

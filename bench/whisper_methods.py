@@ -22,8 +22,8 @@ import numpy as np
 
 import fewbit as fb
 
-from .encoder_methods import add_schemes_and_methods, by_scheme_and_method, rows_before
-from .facts import headline, save
+from .encoder_methods import add_schemes_and_methods, by_scheme_and_method
+from .facts import headline, kept_rows, save
 from .whisper import (
     START,
     Memory,
@@ -59,7 +59,7 @@ def main() -> None:
     print(
         f"{headline(PACKAGES)}; {len(learned)} windows to learn from, {len(compared)} to compare, {count} tokens", flush=True
     )
-    reference, rows = [outputs(params, *window) for window in compared], rows_before("whisper_methods", options)
+    reference, rows = [outputs(params, *window) for window in compared], kept_rows("whisper_methods", options)
     for row, trees in by_scheme_and_method(whisper, params, learned, r"(en|de)coder/layer_.*/linear_\d/weight", options):
         for kind, tree in trees.items():
             row |= {f"{kind}_{what}": value for what, value in quality(tree, compared, reference).items()}

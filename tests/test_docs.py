@@ -76,8 +76,6 @@ def page_id(page: Path) -> str:
 
 
 QUICK = ("docs/quickstart.md", "docs/formats.md")
-OPTIMIZED = ("docs/lora.md",)
-"""Pages that compare the bits of two programs, which are equal only when LLVM optimizes both."""
 RUN = [pytest.param(page, id=page_id(page), marks=[] if page_id(page) in QUICK else [pytest.mark.slow]) for page in PAGES]
 
 
@@ -86,7 +84,6 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     for package in NEEDED.get(page_id(page), ()):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    jax.config.update("jax_disable_most_optimizations", page_id(page) not in OPTIMIZED)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # what a reader's JAX does
         run_page(page)
 

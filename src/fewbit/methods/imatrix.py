@@ -59,7 +59,7 @@ def with_searched_scales(scheme: Scheme, quantized: Callable[[Scheme], QArray]) 
     """A weight in a scheme, with the better of its own scales and those of `mse`.
 
     Args:
-        scheme: the scheme; one whose calibration searches is taken as it is.
+        scheme: the scheme. A calibration that is a search by weighted error is kept.
         quantized: quantizes the weight in a scheme, whose calibration is another.
 
     Returns:

@@ -18,14 +18,13 @@ spare, since a visit is bound by loading and decoding its matrix.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import ManualAxisType
 from jax.typing import DTypeLike
 
 from ....array.qarray import QArray
@@ -89,7 +88,7 @@ def grouped_product(
 ) -> jax.Array:
     """`AbstractKernel.grouped`; other arguments as in `gemm.stacked_product`."""
     form = Form.of(x[None], q, contracts_last=contracts_last, result=result, precision=precision, halves=config.halves)
-    return _grouped(GroupedDecoded(Cut.of(form, config), config), x[None], q, sizes, interpret=interpret)[0]
+    return _grouped(DecodedProduct(Cut.of(form, config), config), x[None], q, sizes, interpret=interpret)[0]
 
 
 def grouped_pair(
@@ -104,19 +103,7 @@ def grouped_pair(
 ) -> jax.Array:
     """`AbstractKernel.grouped_pair`; other arguments as in `int8_gemm.paired_stacks`."""
     pair = Pair.of(x, q, contracts_last=contracts_last, result=result, config=config)
-    return _grouped(GroupedCodes(pair), x, q, sizes, interpret=interpret).astype(result)
-
-
-class GroupedDecoded(DecodedProduct):
-    """`DecodedProduct` of a ragged_dot."""
-
-    name: ClassVar[str] = "fewbit_ragged_qmatmul"
-
-
-class GroupedCodes(CodeProduct):
-    """`CodeProduct` of a ragged_dot."""
-
-    name: ClassVar[str] = "fewbit_paired_ragged_qmatmul"
+    return _grouped(CodeProduct(pair), x, q, sizes, interpret=interpret).astype(result)
 
 
 def grouped_blocks(product: AbstractProduct, x: Any, q: QArray) -> list[Block]:
@@ -129,10 +116,8 @@ def grouped_blocks(product: AbstractProduct, x: Any, q: QArray) -> list[Block]:
 
 
 def _blocks(product: AbstractProduct, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> list[Block]:
-    blocks = []
-    for block in product.blocks(arrays):
-        blocks.append(_of_group(block, len(arrays[block.name])) if block.is_weight else _visited(block))
-    return blocks
+    blocks = product.blocks(arrays)
+    return [_of_group(block, len(arrays[block.name])) if block.is_weight else _visited(block) for block in blocks]
 
 
 def _visited(block: Block) -> Block:
@@ -156,43 +141,30 @@ def _of_group(block: Block, count: int) -> Block:
 def _grouped(product: AbstractProduct, x: Any, q: QArray, sizes: jax.Array, *, interpret: bool) -> jax.Array:
     """The product of rows `[1, M, K]` in groups of these sizes, `[1, M, N]`."""
     arrays = product.arrays(x, q)
-    blocks = _blocks(product, arrays)
-    rows, block = blocks[-1].shape[-2], blocks[-1].block[-2]
-    visits = Visits.of(sizes, rows, block)
-    call = _call(product, blocks, visits.count, tuple(arrays), interpret, varying_axes(x, q, sizes))
-    read = [array if own.is_weight else array[0] for array, own in zip(arrays.values(), blocks[:-1], strict=True)]
-    y = product.joined(call(visits.group, visits.block, visits.bounds, *read)[None])
-    is_row = jnp.arange(rows, dtype=jnp.int32) < visits.bounds[-1]
-    return jnp.where(is_row[:, None], y, jnp.zeros((), y.dtype))
-
-
-def _call(
-    product: AbstractProduct,
-    blocks: list[Block],
-    count: jax.Array,
-    names: tuple[str, ...],
-    interpret: bool,
-    varying: ManualAxisType,
-) -> Callable[..., jax.Array]:
-    """The kernel as a function of `Visits` arrays, rows, and all groups' arrays."""
-    *read, out = blocks
+    *read, out = _blocks(product, arrays)
+    rows, rows_of_block = out.shape[-2], out.block[-2]
+    visits = Visits.of(sizes, rows, rows_of_block)
     _, free, contracted = product.grid
-    return pl.pallas_call(
-        functools.partial(_kernel, product, names, out.block[-2]),
+    call = pl.pallas_call(
+        functools.partial(_kernel, product, tuple(arrays), rows_of_block),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(free, count, contracted),
+            grid=(free, visits.count, contracted),
             in_specs=[_spec(block) for block in read],
             out_specs=_spec(out),
             scratch_shapes=[pltpu.VMEM(out.block, product.sums), *product.scratch],
         ),
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying_axes(x, q, sizes)),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=product.vmem_limit_bytes
         ),
         interpret=interpret,
-        name=product.name,
+        name=f"{product.name}_ragged",
     )
+    inputs = [array if block.is_weight else array[0] for array, block in zip(arrays.values(), read, strict=True)]
+    y = product.joined(call(visits.group, visits.block, visits.bounds, *inputs)[None])
+    is_row = jnp.arange(rows, dtype=jnp.int32) < visits.bounds[-1]
+    return jnp.where(is_row[:, None], y, jnp.zeros((), y.dtype))
 
 
 def _spec(block: Block) -> pl.BlockSpec:

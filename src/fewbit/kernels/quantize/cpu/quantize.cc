@@ -261,6 +261,7 @@ int64_t DecodedAtATime(const Decoding& d) {
 }
 
 constexpr int64_t kScaleCodes = 256;
+
 // Scales first .. first + count - 1 as float32: the stored ones, or the entries of one table of 256 numbers that they index,
 // times the tensor scale, if any. With two tables a scale is the product of two factors, and `more` has the second ones.
 void LoadScales(const ffi::AnyBuffer& scales, ffi::Span<const float> tables, const float* unit, int64_t first, int64_t count,
