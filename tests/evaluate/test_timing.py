@@ -8,6 +8,8 @@ from fewbit.evaluate.timing import Timing, timed
 def test_ratios_are_taken_turn_by_turn():
     mine, theirs = Timing((1.0, 4.0, 3.0)), Timing((2.0, 2.0, 12.0))
     assert mine.ratio(theirs) == (0.25, 0.5, 2.0)
+    assert mine.quartiles(theirs) == (0.375, 0.5, 1.25)
+    assert Timing((1.0,)).quartiles(Timing((2.0,))) == (0.5, 0.5, 0.5)
     assert mine.median == 3000.0
     with pytest.raises(ValueError, match="shorter"):
         mine.ratio(Timing((1.0,)))

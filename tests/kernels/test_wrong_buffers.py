@@ -136,6 +136,7 @@ CALLS = {
     "attention, int8 queries": lambda: attention("int8_narrow", has_int8_queries=True),
     "quantize, uint3": lambda: quantized("uint3_g32"),
     "quantize, nvfp4": lambda: quantized("nvfp4"),
+    "row magnitudes": lambda: quantize_cpu._row_magnitudes(CpuQuantizer(), normal(12, 65)),
     "encode, nf4": lambda: quantized("nf4_dq"),
     "decode, q5_1": lambda: decoded("q5_1"),
     "decode, mxfp6": lambda: decoded("mxfp6"),
@@ -182,7 +183,7 @@ each_call = pytest.mark.parametrize(
 @each_call
 def test_a_cut_buffer_is_refused(call: Call):
     call.run()
-    names = ("qmatmul: ", "integers: ", "attention: ", "quantize: ", "encode: ", "dequantize: ")
+    names = ("qmatmul: ", "integers: ", "attention: ", "quantize: ", "encode: ", "row magnitudes: ", "dequantize: ")
     for at, buffer in enumerate(call.buffers):
         for axis in range(buffer.ndim):
             if buffer.size:  # of an optional one that is there, an empty one stands for none, so one element is left

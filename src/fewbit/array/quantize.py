@@ -20,7 +20,7 @@ from .qarray import QArray
 from .scales import unsaturated
 from .scales.calibration import Target, Tiles, largest_magnitude
 from .scales.limits import largest_unit
-from .scales.search.tensor_scale import Rounding, best_tensor_scale
+from .scales.search.tensor_scale import TensorScaleKernels, best_tensor_scale
 from .scales.store import ScaleStore
 from .scheme import Scheme, laid_along
 from .scheme import scheme as as_scheme
@@ -317,16 +317,19 @@ def _target(scheme: Scheme, tensor_scale: Array | None) -> Target:
     return Target(scheme.format, ScaleStore(_plain_holder(scheme), tensor_scale, scheme.scale_limit), scheme.zero_holder)
 
 
-def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | None:
+def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme, largest: Array | None = None) -> Array | None:
     """The tensor scale that maps the largest finite magnitude to `bound` times the largest stored scale.
 
-    1 if all values are zero; None if the scheme has no tensor scale.
+    1 if all values are zero; None if the scheme has no tensor scale. `largest`: the largest finite magnitude, with as many
+    axes as the values, if it is known.
     """
     if not scheme.tensor_scale:
         return None
     holder = _plain_holder(scheme)
-    largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
-    scale = quotient(_largest_finite(values), jnp.float32(bound * largest))
+    most = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
+    if largest is None:
+        largest = _largest_finite(values)
+    scale = quotient(largest, jnp.float32(bound * most))
     scale = jnp.minimum(scale, jnp.float32(largest_unit(scheme.format, ScaleStore(holder).largest)))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 
@@ -347,12 +350,18 @@ def _largest_finite(x: Array) -> Array:
     return jnp.max(rows, keepdims=True)
 
 
-def tensor_scale_of(x: Array, scheme: Scheme, error_weights: Given = None, rounding: Rounding | None = None) -> Array | None:
+def tensor_scale_of(
+    x: Array, scheme: Scheme, error_weights: Given = None, kernels: TensorScaleKernels | None = None
+) -> Array | None:
     """The tensor scale of the scheme's calibration, with as many axes as `x`. None if the scheme has none."""
     if not scheme.tensor_scale:
         return None
     x, calibration, holder = x.astype(jnp.float32), scheme.calibration, scheme.scale
-    smallest = chosen_tensor_scale(x, scheme.format.bound, scheme)
+    rows, largest = None, None
+    if kernels is not None:
+        rows = kernels.row_magnitudes(x)
+        largest = jnp.max(rows[..., 0], keepdims=True).reshape((1,) * x.ndim)
+    smallest = chosen_tensor_scale(x, scheme.format.bound, scheme, largest)
     if smallest is None or not calibration.searches_tensor_scale:
         return smallest
     if not isinstance(holder, AbstractFormat) or isinstance(holder, E8M0):
@@ -360,7 +369,8 @@ def tensor_scale_of(x: Array, scheme: Scheme, error_weights: Given = None, round
     weights = None
     if error_weights is not None:
         weights = jnp.broadcast_to(jnp.asarray(error_weights, jnp.float32), x.shape)
-    return best_tensor_scale(x, weights, scheme.tiles(x.ndim), smallest, scheme.format, holder, calibration, rounding)
+    tiles = scheme.tiles(x.ndim)
+    return best_tensor_scale(x, weights, tiles, smallest, scheme.format, holder, calibration, kernels, rows)
 
 
 def _guarded(scale: Array, view: Tiles, fmt: AbstractFormat) -> Array:

@@ -28,8 +28,20 @@ class Timing:
 
     def ratio(self, other: "Timing") -> tuple[float, float, float]:
         """The lowest, median and highest ratio to another contender, round by round."""
-        ratios = sorted(mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True))
+        ratios = self._ratios(other)
         return ratios[0], statistics.median(ratios), ratios[-1]
+
+    def quartiles(self, other: "Timing") -> tuple[float, float, float]:
+        """The quartiles of the ratios to another contender: a quarter of the rounds is below the first, half below the second."""
+        ratios = self._ratios(other)
+        if len(ratios) == 1:
+            return ratios[0], ratios[0], ratios[0]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return low, middle, high
+
+    def _ratios(self, other: "Timing") -> list[float]:
+        """The ratios to another contender, round by round, in order of size."""
+        return sorted(mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True))
 
 
 def timed(

@@ -78,7 +78,7 @@ def test_no_row_of_the_sample_counts_twice(monkeypatch: pytest.MonkeyPatch):
     x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
     x[:8] *= 100
     x[0] /= 10  # the last of the eight largest, and one of every eighth
-    rows, _, _, counts = tensor_scale._judged(jnp.asarray(x), None, (1, 16))
+    rows, _, _, counts = tensor_scale._judged(jnp.asarray(x), None, (1, 16), None)
     counted = np.asarray(rows)[np.asarray(counts) > 0]
     assert len(np.unique(counted, axis=0)) == len(counted)
     assert counts.sum() == 64

@@ -9,6 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.array.scales import AbsMax, AbsMean
+from fewbit.array.scales.search import tensor_scale
 from fewbit.kernels.backend import select
 from fewbit.kernels.extension import HOW_TO_BUILD, Extension, extension
 from fewbit.kernels.quantize import QUANTIZERS, CpuDequantizer, CpuQuantizer, Decoding, Quantization, dequantize, quantize
@@ -275,6 +276,27 @@ def test_vmap_gives_each_matrix_its_own_tensor_scale():
             np.testing.assert_array_equal(one, two)
     decoded = jax.vmap(lambda q: dequantize(q, backend="cpu"))(mapped)
     np.testing.assert_array_equal(decoded[1], dequantize(quantize(x[1], "nvfp4")))
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_row_magnitudes(isa: str):
+    x = np.random.default_rng(6).normal(size=(5, 3, 37)).astype(np.float32)
+    x[1, 1, 36], x[2, 0, 4], x[3, 2] = np.nan, -np.inf, 0
+    found = cpu._row_magnitudes(CpuQuantizer(isa=isa), jnp.asarray(x))
+    finite = np.where(np.isfinite(x), np.abs(x), 0).max(axis=-1)
+    np.testing.assert_array_equal(found[..., 0], finite)
+    np.testing.assert_array_equal(found[..., 1], np.where(np.isfinite(x).all(axis=-1), finite, np.inf))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_sampled_tensor_scale_is_the_reference_s(axis: int, monkeypatch: pytest.MonkeyPatch):
+    """Rows that are not finite are none of the sample's, whoever finds them."""
+    monkeypatch.setattr(tensor_scale, "SAMPLE", 2**9)
+    x = np.random.default_rng(7).lognormal(0, 2, (64, 1)) * np.random.default_rng(8).normal(size=(64, 48))
+    x[3, 7], x[9, 40] = np.inf, np.nan
+    jax.clear_caches()
+    assert_same_bytes(jnp.asarray(x.astype(np.float32)), "nvfp4", axis=axis)
+    jax.clear_caches()
 
 
 # Each kind of format and of stored scale; scales from the kernel, and scales from JAX (zero points, given, clipped on purpose).

@@ -9,8 +9,8 @@ of the scheme without tensor scale that any tile can use, so the result is never
 Every candidate is judged by the exact search of its tiles' scales, whose windows are valid for any tensor scale from `g` on.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,22 @@ from ..calibration import AbstractCalibration, Target, Tiles, better, largest_ma
 from ..limits import largest_unit
 from ..store import ScaleStore
 
-Rounding: TypeAlias = Callable[[jax.Array, tuple[Tile, ...], jax.Array], jax.Array]
-"""What an array with these tiles becomes under a tensor scale: quantized and dequantized, by a kernel."""
-
 SAMPLE = 2**20
 """Larger arrays are judged by a sample: the rows of largest magnitude and equally spaced rows, half of this each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorScaleKernels:
+    """Kernels that compute parts of the search, faster and to the same numbers.
+
+    Attributes:
+        rounded: what an array with these tiles becomes under a tensor scale: quantized and dequantized.
+        row_magnitudes: of a float32 array `[..., K]`: `[..., 2]`, the largest finite magnitude of each row, and its largest
+            magnitude, which is infinite if a number is not finite.
+    """
+
+    rounded: Callable[[jax.Array, tuple[Tile, ...], jax.Array], jax.Array]
+    row_magnitudes: Callable[[jax.Array], jax.Array]
 
 
 def best_tensor_scale(
@@ -37,7 +48,8 @@ def best_tensor_scale(
     fmt: AbstractFormat,
     holder: AbstractFormat,
     calibration: AbstractCalibration,
-    rounding: Rounding | None = None,
+    kernels: TensorScaleKernels | None = None,
+    row_magnitudes: jax.Array | None = None,
 ) -> jax.Array:
     """The tensor scale of least weighted squared error among the four candidates.
 
@@ -49,19 +61,20 @@ def best_tensor_scale(
         fmt: the format of the codes.
         holder: the format of the tiles' scales.
         calibration: the search of the tiles' scales.
-        rounding: a faster way to the same numbers; None: plain JAX.
+        kernels: faster ways to the same numbers; None: plain JAX.
+        row_magnitudes: the kernel's result for `x`, if it is there.
 
     Returns:
         The scale, shaped like `smallest`. Ties (totals equal to 16 bits) go to the smallest.
     """
     x, smallest = jax.lax.stop_gradient(x), jax.lax.stop_gradient(smallest)
-    judged, weights, tiles, counts = _judged(x, weights, tiles)
+    judged, weights, tiles, counts = _judged(x, weights, tiles, row_magnitudes)
     view = _view(judged, weights, tiles)
     exponent = exponent_of(smallest).reshape(())  # in these units squared errors neither overflow nor underflow
 
     def rounded(unit: jax.Array) -> jax.Array:
-        if rounding is not None:
-            return blocked(rounding(judged, tiles, unit), tiles)[0]
+        if kernels is not None:
+            return blocked(kernels.rounded(judged, tiles, unit), tiles)[0]
         target = Target(fmt, ScaleStore(holder, unit.reshape((1,) * view.x.ndim)))
         scale = target.store.snapped(calibration.scale(view, target)[0])
         scale = jnp.where(scale > 0, scale, jnp.ones_like(scale))
@@ -101,7 +114,7 @@ def _view(x: jax.Array, weights: jax.Array | None, tiles: tuple[Tile, ...]) -> T
 
 
 def _judged(
-    x: jax.Array, weights: jax.Array | None, tiles: tuple[Tile, ...]
+    x: jax.Array, weights: jax.Array | None, tiles: tuple[Tile, ...], row_magnitudes: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, tuple[Tile, ...], jax.Array | None]:
     """The sampled rows with their weights and tiles, and how many tiles each represents. None if all tiles are used."""
     tiled = [axis for axis, tile in enumerate(tiles) if tile != 1]
@@ -111,7 +124,10 @@ def _judged(
     length = x.shape[tiled[0]]
     rows = jnp.moveaxis(x, tiled[0], -1).reshape(-1, length)
     many = max(1, SAMPLE // 2 // length)
-    amax = largest_magnitude(rows, 1)[:, 0]
+    if row_magnitudes is not None and tiled[0] == x.ndim - 1:
+        amax = row_magnitudes[..., 1].reshape(-1)
+    else:
+        amax = largest_magnitude(rows, 1)[:, 0]
     amax = jnp.where(jnp.isfinite(amax), amax, 0)
     largest, top = jax.lax.top_k(amax, many)
     even = np.arange(many) * len(rows) // many

@@ -19,6 +19,7 @@ from ....array.quantize import (
     scale_values,
     tensor_scale_of,
 )
+from ....array.scales.search.tensor_scale import TensorScaleKernels
 from ....array.scheme import ScaleHolder, Scheme
 from ....formats.e8m0 import E8M0
 from ....formats.format import AbstractFormat
@@ -192,7 +193,10 @@ def _in_one_call(
     results = (codes_result, _shaped(cut.counts, scheme.scale), zero_result, unit_result)
     call = jax.ffi.ffi_call("fewbit_quantize", results, vmap_method="broadcast_all")
     if unit is None and scheme.calibration.searches_tensor_scale and key is None:
-        unit = tensor_scale_of(x, scheme, rounding=functools.partial(_rounded, backend, scheme))
+        kernels = TensorScaleKernels(
+            functools.partial(_rounded, backend, scheme), functools.partial(_row_magnitudes, backend)
+        )
+        unit = tensor_scale_of(x, scheme, kernels=kernels)
     given = jnp.zeros(none, jnp.float32)
     if unit is not None:
         given = unit.reshape(1, 1, 1)
@@ -215,6 +219,14 @@ def _rounded(backend: CpuQuantizer, scheme: Scheme, x: jax.Array, tiles: tuple[T
     q = _in_one_call(backend, problem, words, x, None, unit)
     decoding = Decoding(x.shape, x.dtype.name, scheme, scheme.tiles(x.ndim))
     return _decoded(CpuDequantizer(backend.isa), decoding, q)
+
+
+def _row_magnitudes(backend: CpuQuantizer, x: jax.Array) -> jax.Array:
+    """`[..., 2]`: the largest finite magnitude of each row of `x`, and its largest: infinite if a number is not finite."""
+    call = jax.ffi.ffi_call(
+        "fewbit_row_magnitudes", jax.ShapeDtypeStruct((*x.shape[:-1], 2), jnp.float32), vmap_method="broadcast_all"
+    )
+    return call(x, level=np.int64(_LEVELS[backend.isa]))
 
 
 def _with_chosen_scales(

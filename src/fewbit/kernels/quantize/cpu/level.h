@@ -40,10 +40,10 @@ static void Encode(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t c0
   else EncodeBlock<CodebookCoder>(job, b, r0, r1, c0, c1, scratch);
 }
 
-static int32_t Largest(const Job& job, int64_t at, int64_t count) {
-  if (job.element == (int)Kind::kBfloat16) return LargestFinite((const Brain*)job.x + at, count);
-  if (job.element == (int)Kind::kFloat16) return LargestFinite((const Half*)job.x + at, count);
-  return LargestFinite((const float*)job.x + at, count);
+static LargestBits Largest(const void* x, int element, int64_t at, int64_t count) {
+  if (element == (int)Kind::kBfloat16) return LargestOf((const Brain*)x + at, count);
+  if (element == (int)Kind::kFloat16) return LargestOf((const Half*)x + at, count);
+  return LargestOf((const float*)x + at, count);
 }
 
 Kernels GetKernels() { return {kLanes, FindRanges, FindScales, Encode, Largest, DecodeRows}; }

@@ -111,7 +111,7 @@ class Walk {
     std::vector<int32_t> largest(chunks * count);
     ParallelFor(pool_, chunks * count, [&](int64_t chunk) {
       const int64_t first = chunk % chunks * kChunk;
-      largest[chunk] = kernels_.largest(job_, chunk / chunks * size + first, Least(kChunk, size - first));
+      largest[chunk] = kernels_.largest(job_.x, job_.element, chunk / chunks * size + first, Least(kChunk, size - first)).finite;
     });
     const FlushedSubnormals flushed;
     for (int64_t u = 0; u < count; ++u) {

@@ -254,6 +254,30 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor
   return ffi::Error::Success();
 }
 
+// For each row of x [..., columns] its largest finite magnitude, and its largest magnitude: infinite if a number is not finite.
+ffi::Error RowMagnitudes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int64_t level) {
+  Checks checks("row magnitudes");
+  checks.That(x.element_type() == ffi::F32, "x must be float32");
+  checks.That(out->element_type() == ffi::F32, "the result must be float32");
+  checks.AtLeast("axes of x", static_cast<int64_t>(x.dimensions().size()), 1);
+  checks.Within("level", level, 0, 2);
+  if (checks.failed()) return checks.error();
+  const int64_t columns = x.dimensions().back(), count = static_cast<int64_t>(x.element_count());
+  const int64_t rows = columns == 0 ? 0 : count / columns;
+  checks.Equal("numbers of the result", static_cast<int64_t>(out->element_count()), 2 * rows);
+  if (checks.failed()) return checks.error();
+  const Kernels kernels = KernelsFor(IsaOf(level));
+  auto* found = static_cast<float*>(out->untyped_data());
+  const int64_t together = Most(1, kChunk / Most(1, columns));
+  ParallelFor(pool, Ceil(rows, together), [&](int64_t chunk) {
+    for (int64_t r = chunk * together; r < Least((chunk + 1) * together, rows); ++r) {
+      const LargestBits bits = kernels.largest(x.untyped_data(), (int)Kind::kFloat32, r * columns, columns);
+      found[2 * r] = FloatOfBits((uint32_t)bits.finite), found[2 * r + 1] = FloatOfBits((uint32_t)bits.any);
+    }
+  });
+  return ffi::Error::Success();
+}
+
 // How many elements a thread decodes at a time: of large arrays as much as a large page holds, since two threads that write to
 // the same fresh page would both clear it.
 int64_t DecodedAtATime(const Decoding& d) {
@@ -383,6 +407,13 @@ XLA_FFI_DEFINE_HANDLER(kEncode, Encode,
                            .Attr<ffi::Span<const int64_t>>("noise")
                            .Attr<int64_t>("level"));
 
+XLA_FFI_DEFINE_HANDLER(kRowMagnitudes, RowMagnitudes,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<int64_t>("level"));
+
 XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
@@ -403,5 +434,6 @@ XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
 
 FEWBIT_MODULE(_quantize, {"fewbit_quantize", reinterpret_cast<void*>(fewbit::kQuantize)},
               {"fewbit_encode", reinterpret_cast<void*>(fewbit::kEncode)},
+              {"fewbit_row_magnitudes", reinterpret_cast<void*>(fewbit::kRowMagnitudes)},
               {"fewbit_dequantize", reinterpret_cast<void*>(fewbit::kDequantize)})
 #endif

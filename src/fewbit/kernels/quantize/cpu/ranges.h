@@ -131,13 +131,14 @@ static void RangesOf(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t 
   }
 }
 
-// The bits of the largest finite magnitude of a run of elements.
+// The largest magnitudes of a run of elements.
 template <typename T>
-static int32_t LargestFinite(const T* x, int64_t count) {
-  I largest = Same((int32_t)0);
+static LargestBits LargestOf(const T* x, int64_t count) {
+  I finite = Same((int32_t)0), any = finite;
   for (int64_t i = 0; i < count; i += kLanes) {
     const I bits = (I)Abs(LoadSome(x + i, count - i));
-    largest = Max(largest, (bits < kInfinityBits) ? bits : Same((int32_t)0));
+    any = Max(any, bits);
+    finite = Max(finite, (bits < kInfinityBits) ? bits : Same((int32_t)0));
   }
-  return LargestLane(largest);
+  return {LargestLane(finite), LargestLane(Min(any, Same(kInfinityBits)))};
 }
