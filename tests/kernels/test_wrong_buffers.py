@@ -197,7 +197,8 @@ def test_a_cut_buffer_is_refused(call: Call):
                     "fewbit_integer_blocks",
                     "fewbit_qmatmul",
                 )
-                assert error is not None or optional, (at, axis, buffer.shape)
+                is_free = call.target == "fewbit_row_magnitudes" and axis == buffer.ndim - 1  # rows may have any length
+                assert error is not None or optional or is_free, (at, axis, buffer.shape)
                 assert error is None or any(name in error for name in names), error
     for attribute, value in call.attributes.items():
         # What describes a float dtype that holds scales has no numbers that are read, and no order is codes in order.
