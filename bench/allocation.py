@@ -31,7 +31,7 @@ CANDIDATES = ("mxfp4", "nvfp4", "int3_g64", "int8")
 
 def main() -> int:
     """Runs the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m bench.allocation", description="bit allocation beside uniform schemes")
+    parser = argparse.ArgumentParser(prog="python -m bench.allocation", description="bit allocation against uniform schemes")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--bits", default="4.5,5.2")
     parser.add_argument("--candidates", default=",".join(CANDIDATES))

@@ -32,7 +32,7 @@ COPIES = 4
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red."""
+    """Runs the comparison; the exit status is 1 when a value is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.blocks", description="int8 activations in blocks")
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 64])
@@ -90,7 +90,7 @@ def rows_agree(
     codes = fb.quantize(x, kind)
     ours, plain = np.asarray(run(codes, q, "cpu")), np.asarray(run(fb.dequantize(codes), q, "reference"))
     if not np.allclose(ours, plain, rtol=0, atol=2.0**-16 * np.abs(plain).max()):
-        print(f"the correctness gate is red, so no speed is printed: {what}, {m} rows", file=sys.stderr)
+        print(f"a value is wrong, so no times are printed: {what}, {m} rows", file=sys.stderr)
         return False
     sides = {"int8": (codes, "cpu"), "float32": (x, "cpu"), "reference": (codes, "reference")}
     turns = dict.fromkeys(sides, 0)

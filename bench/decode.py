@@ -28,8 +28,10 @@ PACKAGES = ("bitsandbytes", "torch")
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red."""
-    parser = argparse.ArgumentParser(prog="python -m bench.decode", description="NF4 decode beside bitsandbytes, in one run")
+    """Runs the comparison; the exit status is 1 when a value is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.decode", description="NF4 decode against bitsandbytes, in one run"
+    )
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true", help="write bench/results/decode.json")
@@ -39,7 +41,7 @@ def main() -> int:
     results = [np.array(decode()) for decode in contenders.values()]
     # bitsandbytes multiplies by a reciprocal, so that an element next to a midpoint may get the neighbouring code.
     if not all((result == results[0]).mean() > 0.9999 for result in results):
-        print("the correctness gate is red, so no speed is printed: the decoded arrays differ", file=sys.stderr)
+        print("a value is wrong, so no times are printed: the decoded arrays differ", file=sys.stderr)
         return 1
     print(headline(PACKAGES))
     times = timed(contenders, rounds=options.rounds, clock=time.process_time)

@@ -13,7 +13,9 @@ from . import ISA, LIMITS
 
 def add_isa(parser: argparse.ArgumentParser) -> None:
     """Adds the option that `bench` reads before anything is imported."""
-    parser.add_argument("--isa", choices=LIMITS, help="limit fewbit, XLA and torch to an instruction set; saved apart")
+    parser.add_argument(
+        "--isa", choices=LIMITS, help="limit fewbit, XLA and torch to an instruction set; saved in a file of its own"
+    )
 
 
 def save(name: str, packages: Sequence[str], **facts: Any) -> None:
@@ -21,14 +23,14 @@ def save(name: str, packages: Sequence[str], **facts: Any) -> None:
 
     Args:
         name: the name of the file; under `--isa` that is added to it.
-        packages: whose versions are told, beside those of JAX and numpy.
+        packages: whose versions are recorded, after those of JAX and numpy.
         facts: the rest, the rows among them.
     """
     _file(name).write_text(json.dumps(circumstances(packages) | facts, indent=1) + "\n")
 
 
 def add_keep(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of `kept_rows` beside `--save`."""
+    """Adds the option of `kept_rows` next to `--save`."""
     parser.add_argument(
         "--keep", action="store_true", help="with --save: keep the rows of the file that this run does not measure"
     )

@@ -3,7 +3,7 @@
     PYTHONPATH=src python -m bench.fp4_gpu [--elements 24903680] [--rounds 30] [--save DIRECTORY]
 
 They are compared with qwantize's kernels, torchao's casts and a copy of the memory. Quantizes 24.9 million bfloat16 numbers
-(the size of qwantize's own benchmark) unless told otherwise. The bound is bytes: what is read and written, over the copy
+(the size of qwantize's own benchmark) unless its options say otherwise. The bound is bytes: what is read and written, over the copy
 bandwidth measured in the same run. Nothing about speed is printed unless every quantizer gives the bytes that the reference in
 JAX gives. Needs torch with CUDA and Triton; qwantize and torchao take part where they are installed.
 """
@@ -32,7 +32,7 @@ COLUMNS = 9728
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red or there is no GPU."""
+    """Runs the comparison; the exit status is 1 when a value is wrong or there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m bench.fp4_gpu")
     parser.add_argument("--elements", type=int, default=2560 * COLUMNS)
     parser.add_argument("--rounds", type=int, default=30)
@@ -46,7 +46,7 @@ def main() -> int:
     W = torch.randn(options.elements // COLUMNS, COLUMNS, device="cuda").mul_(0.02).bfloat16()
     wrong = [f"{name} {method}" for name, method in OURS if not is_right(W, name, method)]
     if wrong:
-        print(f"the correctness gate is red, so no speed is printed: {', '.join(wrong)}", file=sys.stderr)
+        print(f"a value is wrong, so no times are printed: {', '.join(wrong)}", file=sys.stderr)
         return 1
     rows = measured(W, options.rounds)
     for row in rows:

@@ -35,8 +35,8 @@ BEFORE = 8
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red."""
-    parser = argparse.ArgumentParser(prog="python -m bench.generation", description="SmolLM2-135M beside llama.cpp")
+    """Runs the comparison; the exit status is 1 when a value is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.generation", description="SmolLM2-135M against llama.cpp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--count", type=int, default=64)
@@ -57,7 +57,7 @@ def main() -> int:
     tasks = {who: ours(stacked(params), config, prompt, options.count) for who, params in networks.items()}
     written = {who: task["write"]().tolist() for who, task in tasks.items()}
     if written["fewbit"] != written["XLA float32"]:
-        print(f"the correctness gate is red, so no speed is printed: {written}", file=sys.stderr)
+        print(f"a value is wrong, so no times are printed: {written}", file=sys.stderr)
         return 1
     agree = sum(a == b for a, b in zip(written["fewbit, int8"], written["fewbit"], strict=True))
     print(f"int8 activations write the same token at {agree} of {options.count} places")
@@ -85,9 +85,11 @@ def main() -> int:
 
 def ours(params: Any, config: models.DecoderConfig, prompt: np.ndarray, count: int) -> dict[str, Callable[[], Any]]:
     """Reading the prompt, which gives the logits after it, and writing after its first tokens, each compiled."""
-    room = prompt.shape[1]
+    max_length = prompt.shape[1]
     write = fb.transparent(functools.partial(models.generate, max_new_tokens=count))
-    read = fb.transparent(lambda p, t: models.prefill(p, t, models.empty_cache(config, batch=1, room=room), config)[0])
+    read = fb.transparent(
+        lambda p, t: models.prefill(p, t, models.empty_cache(config, batch=1, max_length=max_length), config)[0]
+    )
     reading, writing = jax.jit(read), jax.jit(lambda p, t: write(p, t, config).tokens[0])
     whole, begin = jnp.asarray(prompt), jnp.asarray(prompt[:, :BEFORE])
     return {"read": lambda: reading(params, whole), "write": lambda: writing(params, begin)}
@@ -97,9 +99,9 @@ def llama_cpp(path: os.PathLike[str], prompt: np.ndarray, count: int, threads: i
     """The same tasks by llama.cpp; the likeliest token is found by numpy."""
     import llama_cpp as peer
 
-    room, ids = prompt.shape[1] + count, prompt[0].tolist()
+    max_length, ids = prompt.shape[1] + count, prompt[0].tolist()
     llama = peer.Llama(
-        os.fspath(path), n_ctx=room, n_batch=len(ids), n_threads=threads, n_threads_batch=threads, verbose=False
+        os.fspath(path), n_ctx=max_length, n_batch=len(ids), n_threads=threads, n_threads_batch=threads, verbose=False
     )
 
     def read(tokens: list[int]) -> np.ndarray:

@@ -16,7 +16,7 @@ from fewbit.torch.matmul import gpu_of
 
 
 def weight(name: str, n: int, k: int, dim: int = -1) -> fbt.QTensor:
-    """A matrix `[K, N]`, held as `[N, K]` (dim -1) or `[K, N]` (dim 0)."""
+    """A matrix `[K, N]`, stored as `[N, K]` (dim -1) or `[K, N]` (dim 0)."""
     w = torch.randn(*((n, k) if dim == -1 else (k, n)), device="cuda") * 0.02
     if fb.scheme(name).zero_point is None:
         q = fbt.quantize(w.bfloat16(), name, dim, "naive")
@@ -73,5 +73,5 @@ def copied(q: fbt.QTensor) -> fbt.QTensor:
 
 
 def gpu() -> Gpu:
-    """The device at hand."""
+    """The current device."""
     return gpu_of(torch.device("cuda", 0))

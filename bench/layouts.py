@@ -4,8 +4,8 @@
 
 They are compared with dense products on the CPU. The first part is `x @ fb.quantize(w, scheme)` with `w` [K, N], whose tiles
 run along N, and `x @ q.T` of a weight [N, K] with tiles along N: what one gets without naming an axis, and every gradient. The
-second is `fb.ragged_dot` with 8 experts of 1024 x 1024, beside XLA's `ragged_dot` of the decoded experts, once decoded
-beforehand and once within the call. Nothing is told about speed unless every product is within the rounding of float32,
+second is `fb.ragged_dot` with 8 experts of 1024 x 1024, against XLA's `ragged_dot` of the decoded experts, once decoded
+beforehand and once within the call. No times are printed unless every product is within the rounding of float32,
 measured first. Run it on one JAX device, as `bench/qmatmul.py`.
 """
 
@@ -36,7 +36,7 @@ GROUPS = {
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red."""
+    """Runs the comparison; the exit status is 1 when a value is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.layouts", description="scales along the other axis, and experts")
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 256])
@@ -48,8 +48,8 @@ def main() -> int:
     experts = {name: fb.quantize(random_experts(), name, axis=-2) for name in ("int4_g64", "int8", "nf4")}
     errors = {key: beyond_rounding(q, key[1], options.rows, "cpu") for key, q in weights.items()}
     errors |= {(name, 0): expert_error(q) for name, q in experts.items()}
-    if red := {key: e for key, e in errors.items() if not e < 1}:
-        print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
+    if wrong := {key: e for key, e in errors.items() if not e < 1}:
+        print(f"a value is wrong, so no times are printed: {wrong}", file=sys.stderr)
         return 1
     rows = [row for m in options.rows for row in matrices(m, w, weights, options.rounds)]
     rows += [row for who, sizes in GROUPS.items() for row in of_experts(who, sizes, experts, options.rounds)]
@@ -77,7 +77,7 @@ def matrices(m: int, w: jax.Array, weights: dict[tuple[str, int], fb.QArray], ro
     for (name, axis), q in weights.items():
         run = functools.partial(chain, x, axis=axis, backend="cpu")
         runs[f"{name} {names[axis]}"] = in_turn(run, copies(q, rotated), links)
-    return told(f"M={m}", runs, rounds, links, lambda who: f"dense {who[who.index('[') :]}")
+    return printed_rows(f"M={m}", runs, rounds, links, lambda who: f"dense {who[who.index('[') :]}")
 
 
 def of_experts(title: str, sizes: Sequence[int], experts: dict[str, fb.QArray], rounds: int) -> list[dict[str, Any]]:
@@ -90,20 +90,20 @@ def of_experts(title: str, sizes: Sequence[int], experts: dict[str, fb.QArray], 
         for backend in ("cpu", "reference"):
             run = jax.jit(functools.partial(fb.ragged_dot, backend=backend))
             runs[f"{name} {backend}"] = in_turn(lambda q, run=run: run(x, q, groups), copies(q, ROTATED_BYTES))
-    return told(f"experts, {title}", runs, rounds, 1, lambda _: "dense")
+    return printed_rows(f"experts, {title}", runs, rounds, 1, lambda _: "dense")
 
 
-def told(
-    title: str, runs: dict[str, Callable[[], Any]], rounds: int, links: int, beside: Callable[[str], str]
+def printed_rows(
+    title: str, runs: dict[str, Callable[[], Any]], rounds: int, links: int, compared: Callable[[str], str]
 ) -> list[dict[str, Any]]:
-    """The figures of contenders that take turns, which are printed, too."""
+    """Prints the times of products that take turns, and returns them as rows."""
     times = timed(runs, rounds=rounds)
     rows = []
     for who, timing in times.items():
-        low, middle, high = timing.ratio(times[beside(who)])
+        low, middle, high = timing.ratio(times[compared(who)])
         ms = timing.median / links
-        print(f"{title:24} {who:20} {ms:8.3f} ms {middle:6.2f} of {beside(who)} ({low:.2f} to {high:.2f})")
-        rows.append({"product": title, "who": who, "ms": ms, "beside": beside(who), "ratio": middle})
+        print(f"{title:24} {who:20} {ms:8.3f} ms {middle:6.2f} of {compared(who)} ({low:.2f} to {high:.2f})")
+        rows.append({"product": title, "who": who, "ms": ms, "beside": compared(who), "ratio": middle})
     return rows
 
 

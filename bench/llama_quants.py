@@ -48,7 +48,7 @@ CANDIDATES = ("mxfp4", "iq4_nl", "q4_1", "q5_1", "q8_0")
 
 def main() -> int:
     """Runs the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m bench.llama_quants", description="llama.cpp's types beside GPTQ")
+    parser = argparse.ArgumentParser(prog="python -m bench.llama_quants", description="llama.cpp's types against GPTQ")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--types", default=",".join(TYPES), help="of llama.cpp, by the names of its quantizer")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")

@@ -3,7 +3,7 @@
     python -m bench.methods [--model smollm2] [--schemes int4_g64,nf4] [--methods rtn,gptq,awq,awq+gptq] [--save methods]
 
 The quantized models are compared with the float model. The weights of SmolLM2 are Q4_1 in its package, so its residual stream
-is rotated first (`fewbit quantize --rotate`): that is the same network, and its weights lie on no grid. Perplexity and KL
+is rotated first (`fewbit quantize --rotate`): that is the same network, and its weights are on no 4-bit grid. Perplexity and KL
 divergence are those of `fewbit eval` on a text that no method has read; the seconds are those of the method, calibration
 included.
 """

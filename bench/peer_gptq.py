@@ -54,7 +54,7 @@ MSE = "memoryless_mse"
 
 def main() -> int:
     """Runs the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peer_gptq", description="the peers' GPTQ beside ours")
+    parser = argparse.ArgumentParser(prog="python -m bench.peer_gptq", description="other packages' GPTQ against ours")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--peer-python", help="the interpreter that has llm-compressor")
     parser.add_argument("--gptqmodel-python", help="the interpreter that has gptqmodel")

@@ -1,7 +1,7 @@
 """Draws the figures of the pages "Choosing a scale" and "Training".
 
 `python -m bench.pictures` writes them to docs/images. Needs matplotlib. The same code gives the same bytes; the gain is drawn
-from bench/results/accuracy.json, the losses from training.json beside it.
+from bench/results/accuracy.json, the losses from training.json in the same folder.
 """
 
 import json
@@ -27,14 +27,14 @@ def squared_error(x: np.ndarray, scale: float | np.ndarray) -> np.ndarray:
 
 
 def counterexample() -> tuple[list[int], list[float]]:
-    """Exponents, and the error of 31 elements at 1/4 and 3/4 beside a 4 under each power of two."""
+    """Exponents, and the error of 31 elements at 1/4 and 3/4 and one of 4 under each power of two."""
     x = np.array([4.0] + [0.25, 0.75] * 15 + [0.75])
     exponents = list(range(-4, 3))
     return exponents, [float(squared_error(x, 2.0**e).sum()) for e in exponents]
 
 
 def optimal_offsets(count: int = 2**16) -> tuple[np.ndarray, np.ndarray]:
-    """How far above the smallest unsaturated E4M3 code the optimum lies, and how often (Gaussian, tiles of 16)."""
+    """How far above the smallest unsaturated E4M3 code the optimum is, and how often (Gaussian, tiles of 16)."""
     x = np.random.default_rng(0).standard_normal((count, 16)).astype(np.float32)
     q = jax.jit(lambda x: fb.quantize(x, "nvfp4"))(jnp.asarray(x))
     grid = FORMATS["e4m3fn"].values()[1:127]

@@ -45,8 +45,10 @@ INT8 = "x int8"
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red."""
-    parser = argparse.ArgumentParser(prog="python -m bench.qmatmul", description="fewbit's products on CPUs beside others")
+    """Runs the comparison; the exit status is 1 when a value is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.qmatmul", description="fewbit's products on CPUs against other packages"
+    )
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--rounds", type=int, default=15)
@@ -65,8 +67,8 @@ def main() -> int:
     for (name, axis), q in weights.items():
         if (with_policy := with_int8_policy(q, axis)) is not None:
             errors[f"{name} {INT8}", axis] = beyond_rounding(with_policy, axis, options.rows, "cpu")
-    if red := {key: error for key, error in errors.items() if not error < 1}:
-        print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
+    if wrong := {key: error for key, error in errors.items() if not error < 1}:
+        print(f"a value is wrong, so no times are printed: {wrong}", file=sys.stderr)
         return 1
     rates = machine()
     print(headline(PEERS))

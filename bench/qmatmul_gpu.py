@@ -42,7 +42,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red or there is no GPU."""
+    """Runs the comparison; the exit status is 1 when a value is wrong or there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m bench.qmatmul_gpu")
     parser.add_argument("--tune", action="store_true", help="try blocks before the comparison, and take the fastest")
     parser.add_argument("--save", action="store_true", help="write bench/results, and the tuned blocks")
@@ -56,7 +56,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     config = gpu_config(torch.cuda.get_device_name())
     if wrong := list(wrongs(config)):
-        print(f"the correctness gate is red, so no speed is printed: {'; '.join(wrong)}", file=sys.stderr)
+        print(f"a value is wrong, so no times are printed: {'; '.join(wrong)}", file=sys.stderr)
         return 1
     config = tuned(config, options.rounds) if options.tune else config
     rows = [row for n, k in SHAPES for m in ROWS for row in measured(n, k, m, config, options.rounds)]
@@ -131,7 +131,7 @@ def reported(seconds: dict[str, list[float]], shape: dict[str, int]) -> list[dic
 
 
 def experts(name: str, n: int, k: int, dim: int = -1) -> fbt.QTensor:
-    """Matrices `[EXPERTS, K, N]`, held as `[N, K]` each (dim -1) or as `[K, N]` (dim -2)."""
+    """Matrices `[EXPERTS, K, N]`, stored as `[N, K]` each (dim -1) or as `[K, N]` (dim -2)."""
     w = torch.randn(EXPERTS, *((n, k) if dim == -1 else (k, n)), device="cuda") * 0.02
     q = fbt.quantize(w.bfloat16(), name, dim, "naive")
     return q.mT if dim == -1 else q

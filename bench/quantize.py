@@ -5,7 +5,7 @@
 They are compared with other JAX packages and a copy of the array. Prints nothing about speed unless every scheme's error is
 what its numbers of bits allow, measured first. "plain" is fewbit without its C++ kernels: the reference in plain JAX.
 
-Times are told in two copies of the array, which run in the same rounds: one by all cores in place, which reads and writes memory
+Times are given in two copies of the array, which run in the same rounds: one by all cores in place, which reads and writes memory
 that is there (a donated array plus one), the yardstick of quantizing; and one that returns a fresh array, whose pages the system
 must first provide, as it must for a dequantized array: the yardstick of dequantizing.
 """
@@ -42,9 +42,9 @@ CEILING = {"int8": 1.0, "int8_narrow": 1.0, "fp8": 3.0, "mxfp8": 3.0, "mxfp8 eve
 
 
 def main() -> int:
-    """Runs the comparison; the exit status is 1 when the gate is red."""
+    """Runs the comparison; the exit status is 1 when a value is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.quantize", description="fewbit beside other JAX quantizers, in one run"
+        prog="python -m bench.quantize", description="fewbit against other JAX quantizers, in one run"
     )
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
@@ -54,9 +54,9 @@ def main() -> int:
     options = parser.parse_args()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(options.size, options.size)) * 0.02, jnp.float32)
     errors = {name: relative_error(x, name) for name in options.schemes or SCHEMES}
-    red = {name: error for name, error in errors.items() if not error < CEILING.get(name, 15.0)}
-    if red:
-        print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
+    wrong = {name: error for name, error in errors.items() if not error < CEILING.get(name, 15.0)}
+    if wrong:
+        print(f"a value is wrong, so no times are printed: {wrong}", file=sys.stderr)
         return 1
     print(headline(PEERS))
     rows = [row for name in options.schemes or SCHEMES for row in measured(x, name, errors[name], options.rounds)]
@@ -74,7 +74,7 @@ def relative_error(x: jax.Array, name: str) -> float:
 
 
 def measured(x: jax.Array, name: str, error: float, rounds: int) -> list[dict]:
-    """The rows of one scheme: quantize beside its peers, and dequantize, all beside both copies."""
+    """The rows of one scheme: quantize against other packages, and dequantize, all against both copies."""
 
     def by(backend: str | None) -> tuple[Callable, Callable]:
         return (

@@ -166,7 +166,7 @@ def scheduled_cycles(name: str, product: Callable[..., Any], x: Any, q: Any) -> 
 
 
 def dumps() -> str | None:
-    """The folder that libtpu writes its schedules to, told to it before it starts; None where there is no libtpu."""
+    """The folder that libtpu writes its schedules to, set before it starts; None where there is no libtpu."""
     try:
         import libtpu  # noqa: F401  # type: ignore[import-not-found]
     except ImportError:

@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write bench/results/tracing.json")
     options = parser.parse_args()
     if not all(map(is_right, LAYERS)):
-        print("the correctness gate is red, so no cost is printed", file=sys.stderr)
+        print("a value is wrong, so no times are printed", file=sys.stderr)
         return 1
     rows = []
     for kind in LAYERS:

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def row(framework: str, run: str, policy: str, runs: dict[str, list[float]]) -> dict[str, Any]:
-    """What one run comes to beside the float one of its framework."""
+    """The result of one run, and of the float run of its framework."""
     losses, of_float = means(runs[run]), means(runs["float"])
     return {
         "framework": framework,

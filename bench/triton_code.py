@@ -52,7 +52,7 @@ MULTIPLIED = (
     ("int4_g64", "x16-stepped"), ("int4_g64", "x256"), ("mxfp4", "x256"), ("mxfp4", "grouped"),
 )  # fmt: skip
 FAMILIES = {"x1": 1, "x16": 16, "grouped": 512, "x1-float32": 1, "x16-stepped": 16, "x256": 256}
-"""By name, how many rows of bfloat16 meet the matrix, or 32 of them; float32 and "stepped" do not decode in pairs."""
+"""By name, how many rows of bfloat16 are multiplied with the matrix, or 32 of them; float32 and "stepped" do not decode in pairs."""
 PAIRS = ("x1", "x16", "grouped")
 CODES = ("int8", "fp8")
 HOPPER = Gpu(132, 163 * 1024)
@@ -146,7 +146,7 @@ def sweep_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> lis
 
 
 def product_rows(name: str, family: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
-    """The figures of one product with a matrix of 4096 x 4096, held as `[N, K]`; a step along K counts once."""
+    """The figures of one product with a matrix of 4096 x 4096, stored as `[N, K]`; a step along K counts once."""
     return [product_row(name, family, sm) for sm in architectures]
 
 
@@ -247,7 +247,7 @@ def rows_of(
 
 
 def matrix_instructions(operations: list[str], shared: int) -> dict[str, Any]:
-    """The instructions of the tensor cores, where there are any, and the bytes of shared memory beside them."""
+    """The instructions of the tensor cores, where there are any, and the bytes of shared memory."""
     found = collections.Counter(op for op in operations if re.match(r"[HIQU]?[HIQ]?MMA|[HIQ]GMMA|UTC\w*MMA", op))
     return {"matrix": dict(sorted(found.items())), "shared": shared} if found else {}
 

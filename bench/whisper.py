@@ -27,7 +27,7 @@ KINDS = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 
 
 def whisper_layers(speech: Path = SPEECH, layers: tuple[int, ...] = (3,)) -> list[Layer]:
-    """Query and first feed-forward weights, `[out, in]`, of encoder and decoder layers, and what they meet; none without the files."""
+    """Query and first feed-forward weights, `[out, in]`, of encoder and decoder layers, and their inputs; none without the files."""
     path = model_path()
     if path is None or not speech.is_dir():
         return []
@@ -154,7 +154,7 @@ def _next_token(weights: Weights, tokens: jax.Array, heard: Memory, last: jax.Ar
 
 
 def through(weights: Weights, side: str, x: jax.Array, heard: Memory | None, seen: dict[str, Any]) -> jax.Array:
-    """All layers; `seen` takes what the weights of the first maps of each part meet."""
+    """All layers; `seen` takes the inputs of the weights of the first maps of each part."""
     for i in range(LAYERS):
         at = f"{side}/layer_{i}"
         y = seen[f"{at}/self_attention/linear_0"] = normed(weights, x, f"{at}/self_attention")

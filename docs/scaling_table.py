@@ -135,7 +135,7 @@ def planned(name: str, recipe: fb.Recipe | str) -> list[Parameter]:
 
 def training() -> Iterator[str]:
     """The rows of fully sharded training."""
-    yield "| model | mesh | state | one layer, bfloat16 | mxfp8 | wire, bfloat16 | codes | codes, few-bit gradients |"
+    yield "| model | mesh | state | one layer, bfloat16 | mxfp8 | wire, bfloat16 | codes | codes, low-bit gradients |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name, devices in TRAINING_MESHES:
         found = planned(name, TRAINING)

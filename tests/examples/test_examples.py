@@ -36,7 +36,7 @@ def test_an_example_is_short(path):
 def test_ptq(capsys):
     accuracy = result("ptq", 60)
     assert accuracy["float"] > 0.5 and abs(accuracy["int8"] - accuracy["float"]) < 0.03
-    assert "nf4, float head" in accuracy and "rule 'head/.*' leaves it" not in capsys.readouterr().out
+    assert "nf4, float head" in accuracy and "rule 'head/.*' keeps it unquantized" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

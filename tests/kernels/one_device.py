@@ -65,7 +65,7 @@ def ragged() -> None:
 
 
 def attention() -> None:
-    cache = kvcache.empty_quantized_cache(kvcache.kv_policy("int8"), layers=2, batch=1, heads=2, head_dim=16, room=8)
+    cache = kvcache.empty_quantized_cache(kvcache.kv_policy("int8"), layers=2, batch=1, heads=2, head_dim=16, max_length=8)
     k, v, queries = (jnp.ones((1, heads, 3, 16)) for heads in (2, 2, 4))
     cache = cache.written(1, k, v)
     read = lambda cache, queries: kvcache.attention(queries, cache.blocks(1, k, v))  # noqa: E731

@@ -17,7 +17,7 @@ B, K, G, S = 2, 2, 3, 11
 
 
 def filled(policy, count: int, h: int, size: float = 1.0) -> QuantizedCache:
-    cache = empty_quantized_cache(policy, layers=1, batch=B, heads=K, head_dim=h, room=S)
+    cache = empty_quantized_cache(policy, layers=1, batch=B, heads=K, head_dim=h, max_length=S)
     return cache.written(0, draws(B, K, count, h, seed=1), draws(B, K, count, h, seed=2, size=size)).advanced(count)
 
 
@@ -133,7 +133,7 @@ def test_what_is_written_later_changes_no_bit():
 @pytest.mark.slow
 def test_all_zero_keys_and_values_give_zero():
     for name in ("int8", "int4", "fp8"):
-        cache = empty_quantized_cache(kv_policy(name), layers=1, batch=B, heads=K, head_dim=8, room=S)
+        cache = empty_quantized_cache(kv_policy(name), layers=1, batch=B, heads=K, head_dim=8, max_length=S)
         zeros = jnp.zeros((B, K, 2, 8))
         out = attention(draws(B, K * G, 2, 8), cache.written(0, zeros, zeros).blocks(0, zeros, zeros))
         assert np.array_equal(np.asarray(out), np.zeros((B, K * G, 2, 8)))

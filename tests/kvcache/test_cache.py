@@ -23,8 +23,8 @@ POLICIES = {
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
-def empty(policy: KVPolicy, h: int = 7, room: int = S) -> QuantizedCache:
-    return empty_quantized_cache(policy, layers=L, batch=B, heads=K, head_dim=h, room=room)
+def empty(policy: KVPolicy, h: int = 7, max_length: int = S) -> QuantizedCache:
+    return empty_quantized_cache(policy, layers=L, batch=B, heads=K, head_dim=h, max_length=max_length)
 
 
 def tokens(count: int, h: int = 7, seed: int = 0, dtype=jnp.float32) -> jax.Array:
@@ -162,9 +162,9 @@ def test_bfloat16_keys_are_taken():
     np.testing.assert_array_equal(fb.dequantize(held, jnp.float32)[:, :, :2], expected)
 
 
-@pytest.mark.parametrize("name", ["layers", "batch", "heads", "head_dim", "room"])
+@pytest.mark.parametrize("name", ["layers", "batch", "heads", "head_dim", "max_length"])
 def test_a_cache_of_nothing_is_refused(name: str):
-    numbers = {"layers": 1, "batch": 1, "heads": 1, "head_dim": 1, "room": 1}
+    numbers = {"layers": 1, "batch": 1, "heads": 1, "head_dim": 1, "max_length": 1}
     with pytest.raises(QuantError, match=f"{name} is 0, must be at least 1"):
         empty_quantized_cache(kv_policy("int8"), **{**numbers, name: 0})
 

@@ -41,8 +41,8 @@ def test_json_has_a_closed_schema():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": 0}, "layers is 0, must be a positive whole number"),
-        ({"vocab": True}, "vocab is True, must be a positive whole number"),
+        ({"layers": 0}, "layers is 0, must be a positive integer"),
+        ({"vocab": True}, "vocab is True, must be a positive integer"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0, must be a positive number"),
         ({"rope_theta": float("nan")}, "rope_theta is nan, must be a positive number"),
         ({"rope": "full"}, "rope is 'full', must be one of interleaved, half"),
@@ -111,7 +111,7 @@ def test_refuses_latent_attention_that_does_not_fit(change: dict, message: str):
         dataclasses.replace(LATENT, **change)
     with pytest.raises(QuantError, match=r"latent\.split is 1, must be true or false"):
         LatentAttention(12, 8, split=1)
-    with pytest.raises(QuantError, match=r"latent\.rank is 0, must be a positive whole number"):
+    with pytest.raises(QuantError, match=r"latent\.rank is 0, must be a positive integer"):
         LatentAttention(0, 4)
     with pytest.raises(QuantError, match=r"latent\.norm_eps is 0\.0, must be a positive number"):
         LatentAttention(4, 4, norm_eps=0.0)

@@ -73,7 +73,7 @@ def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):
     rounding = {"atol": 2e-6 * np.abs(expected).max(), "rtol": 0}
     np.testing.assert_allclose(run(params, tokens, config), expected, **rounding)
     stacked = stack_layers(stack_experts(params))
-    logits, cache = prefill(stacked, tokens[:, :7], empty_cache(config, batch=1, room=9), config)
+    logits, cache = prefill(stacked, tokens[:, :7], empty_cache(config, batch=1, max_length=9), config)
     np.testing.assert_allclose(logits, expected[:, 6], **rounding)
     for t in (7, 8):
         logits, cache = decode_step(stacked, tokens[:, t], cache, config)
@@ -95,7 +95,7 @@ def test_reading_token_by_token_gives_the_logits_of_the_whole(config: DecoderCon
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     whole = run(params, tokens, config)
     params = stack_layers(params) if is_stacked else params
-    logits, cache = prefill(params, tokens[:, :6], empty_cache(config, batch=2, room=13), config)
+    logits, cache = prefill(params, tokens[:, :6], empty_cache(config, batch=2, max_length=13), config)
     np.testing.assert_allclose(logits, whole[:, 5], **ROUNDING)
     logits, cache = prefill(params, tokens[:, 6:9], cache, config)
     np.testing.assert_allclose(logits, whole[:, 8], **ROUNDING)
@@ -124,9 +124,12 @@ DYNAMIC = dataclasses.replace(SMALL, rope_scaling=Dynamic(2.0, 4))
 )
 def test_padding_after_a_prompt_changes_nothing(config: DecoderConfig, kv: KVPolicy | None):
     params, tokens = random_params(config), random_tokens(config, 2, 12)
-    exact, cache = prefill(params, tokens[:, :6], empty_cache(config, batch=2, room=16, kv=kv), config)
-    padded, room = jnp.concatenate([tokens[:, :6], tokens[:, :4]], axis=1), empty_cache(config, batch=2, room=16, kv=kv)
-    logits, filled = prefill(params, padded, room, config, length=jnp.int32(6))
+    exact, cache = prefill(params, tokens[:, :6], empty_cache(config, batch=2, max_length=16, kv=kv), config)
+    padded, cache = (
+        jnp.concatenate([tokens[:, :6], tokens[:, :4]], axis=1),
+        empty_cache(config, batch=2, max_length=16, kv=kv),
+    )
+    logits, filled = prefill(params, padded, cache, config, length=jnp.int32(6))
     np.testing.assert_allclose(logits, exact, **ROUNDING)
     assert int(filled.length) == 6
     for t in range(6, 12):
@@ -137,14 +140,14 @@ def test_padding_after_a_prompt_changes_nothing(config: DecoderConfig, kv: KVPol
 
 def test_padding_beyond_the_cache_gives_nan():
     params, tokens = random_params(SMALL), random_tokens(SMALL, 1, 5)
-    _, cache = prefill(params, tokens, empty_cache(SMALL, batch=1, room=8), SMALL)
+    _, cache = prefill(params, tokens, empty_cache(SMALL, batch=1, max_length=8), SMALL)
     logits, _ = prefill(params, tokens, cache, SMALL, length=jnp.int32(2))
     assert np.isnan(logits).all()
 
 
 def test_a_full_cache_gives_nan():
     params, tokens = random_params(SMALL), random_tokens(SMALL, 1, 5)
-    logits, cache = prefill(params, tokens, empty_cache(SMALL, batch=1, room=6), SMALL)
+    logits, cache = prefill(params, tokens, empty_cache(SMALL, batch=1, max_length=6), SMALL)
     assert np.isfinite(logits).all()
     logits, cache = decode_step(params, tokens[:, 0], cache, SMALL)
     assert np.isfinite(logits).all()
@@ -174,7 +177,9 @@ def test_bfloat16_computes_in_bfloat16():
     error = float(jnp.std(exact - rough) / jnp.std(exact))
     # Each of some ten roundings to 8 bits on the way adds noise of about 2**-9 / sqrt(3) of the signal: 0.4 % in all.
     assert 1e-3 < error < 2e-2
-    short, _ = prefill(params, tokens, empty_cache(SMALL, batch=2, room=13, dtype="bfloat16"), SMALL, dtype=jnp.bfloat16)
+    short, _ = prefill(
+        params, tokens, empty_cache(SMALL, batch=2, max_length=13, dtype="bfloat16"), SMALL, dtype=jnp.bfloat16
+    )
     assert float(jnp.std(short - rough[:, -1]) / jnp.std(exact)) < 2e-2
 
 
@@ -234,7 +239,7 @@ def test_quantized_leaves_compute_what_their_decoded_arrays_do(scheme: str, is_s
 def test_quantized_leaves_compute_token_by_token():
     params, tokens = stack_layers(quantized(random_params(SMALL), "int8")), random_tokens(SMALL, 2, 8)
     step = fb.transparent(functools.partial(prefill, config=SMALL))
-    logits, cache = step(params, tokens[:, :7], empty_cache(SMALL, batch=2, room=8))
+    logits, cache = step(params, tokens[:, :7], empty_cache(SMALL, batch=2, max_length=8))
     logits, _ = step(params, tokens[:, 7:], cache)
     whole = fb.transparent(functools.partial(forward, config=SMALL))(params, tokens)
     np.testing.assert_allclose(logits, whole[:, -1], **ROUNDING)
@@ -251,7 +256,7 @@ def test_refuses_what_does_not_fit():
         forward(random_params(UNTIED), tokens[:, :3], dataclasses.replace(UNTIED, tied=True))
     with pytest.raises(QuantError, match="stacked already"):
         stack_layers(stack_layers(params))
-    with pytest.raises(QuantError, match=r"room \(max length\) is 33, must be from 1 to the context of the model, 32"):
-        empty_cache(SMALL, batch=1, room=33)
+    with pytest.raises(QuantError, match=r"max_length is 33, must be from 1 to the context of the model, 32"):
+        empty_cache(SMALL, batch=1, max_length=33)
     with pytest.raises(QuantError, match="batch is 0"):
-        empty_cache(SMALL, batch=0, room=3)
+        empty_cache(SMALL, batch=0, max_length=3)

@@ -49,7 +49,7 @@ def test_a_row_ends_before_its_stop_token():
 
 @pytest.mark.slow
 def test_single_steps_are_the_loop():
-    generator = TokenGenerator(SMALL, 12, room=24)
+    generator = TokenGenerator(SMALL, 12, max_length=24)
     start, step = jax.jit(generator.start), jax.jit(generator.step)
     padded = jnp.pad(PROMPT, ((0, 0), (0, 3)))
     state = start(PARAMS, padded, length=jnp.int32(PROMPT.shape[1]))
@@ -61,13 +61,13 @@ def test_single_steps_are_the_loop():
 
 
 def test_a_cache_too_short_is_refused():
-    with pytest.raises(QuantError, match="a prompt of 5 tokens and 12 new ones exceed room, 16"):
-        TokenGenerator(SMALL, 12, room=16).start(PARAMS, PROMPT)
+    with pytest.raises(QuantError, match="a prompt of 5 tokens and 12 new ones exceed max_length, 16"):
+        TokenGenerator(SMALL, 12, max_length=16).start(PARAMS, PROMPT)
 
 
 def test_a_prompt_can_fill_the_context_with_its_continuation():
-    room = SMALL.context - PROMPT.shape[1]
-    assert generate(PARAMS, PROMPT, SMALL, max_new_tokens=room).tokens.shape == (2, room)
+    count = SMALL.context - PROMPT.shape[1]
+    assert generate(PARAMS, PROMPT, SMALL, max_new_tokens=count).tokens.shape == (2, count)
 
 
 def test_samples_follow_the_key():

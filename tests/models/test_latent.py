@@ -24,14 +24,14 @@ def params():
 
 def in_two_parts(params, kv: KVPolicy | None = None) -> jax.Array:
     """The logits after the last token, its KV cache prefilled twice."""
-    _, cache = prefill(params, TOKENS[:, :6], empty_cache(LATENT, batch=2, room=14, kv=kv), LATENT)
+    _, cache = prefill(params, TOKENS[:, :6], empty_cache(LATENT, batch=2, max_length=14, kv=kv), LATENT)
     logits, _ = prefill(params, TOKENS[:, 6:], cache, LATENT)
     return logits
 
 
 def test_a_cache_has_the_latent_and_the_rotary_key_of_a_token():
     assert LATENT.latent is not None
-    cache = empty_cache(LATENT, batch=2, room=14)
+    cache = empty_cache(LATENT, batch=2, max_length=14)
     assert isinstance(cache, Cache) and cache.values is None
     assert cache.keys.shape == (LATENT.layers, 2, 1, 14, LATENT.latent.rank + LATENT.rotary_dim)
     assert cache.nbytes == 4 * cache.keys.size
@@ -56,7 +56,7 @@ def test_a_projection_in_two_parts_gives_the_logits_of_the_whole():
     expected = np.asarray(run(params(), TOKENS, LATENT))
     tolerance = 2e-6 * np.abs(expected).max()
     np.testing.assert_allclose(run(tree, TOKENS, split), expected, atol=tolerance, rtol=0)
-    cached, _ = prefill(tree, TOKENS, empty_cache(split, batch=2, room=14), split)
+    cached, _ = prefill(tree, TOKENS, empty_cache(split, batch=2, max_length=14), split)
     np.testing.assert_allclose(cached, expected[:, -1], atol=tolerance, rtol=0)
 
 
@@ -75,7 +75,7 @@ def test_quantized_weights_compute_from_a_cache_what_their_decoded_arrays_do():
     quantized = jax.tree.map(lambda a: fb.quantize(a, "int8") if a.ndim == 2 else a, random_params(LATENT))
     floats = jax.tree.map(lambda a: fb.dequantize(a) if fb.is_qarray(a) else a, quantized, is_leaf=fb.is_qarray)
     read = functools.partial(prefill, config=LATENT)
-    empty = functools.partial(empty_cache, LATENT, batch=2, room=14)
+    empty = functools.partial(empty_cache, LATENT, batch=2, max_length=14)
     expected, _ = read(stack_layers(stack_experts(floats)), TOKENS, empty())
     logits, _ = fb.transparent(read)(stack_layers(stack_experts(quantized)), TOKENS, empty())
     np.testing.assert_allclose(logits, expected, atol=2e-5 * float(jnp.abs(expected).max()), rtol=0)

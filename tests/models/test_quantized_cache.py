@@ -39,7 +39,7 @@ def float_logits() -> jax.Array:
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_reading_in_parts_gives_the_logits_of_the_whole(policy: KVPolicy):
     whole = run(PARAMS, TOKENS, SMALL, kv=policy)
-    cache = empty_cache(SMALL, batch=2, room=14, kv=policy)
+    cache = empty_cache(SMALL, batch=2, max_length=14, kv=policy)
     assert isinstance(cache, QuantizedCache)
     logits, cache = prefill(PARAMS, TOKENS[:, :6], cache, SMALL)
     got = [logits]
@@ -66,14 +66,14 @@ def test_int8_queries_cost_no_more_than_the_cache_itself():
     cached, integers = (run(PARAMS, TOKENS, SMALL, kv=kv_policy("int8", int8_queries=flag)) for flag in (False, True))
     assert 1e-4 < relative_error(integers, cached) < 0.02
     raw = kv_policy("int8", sees_raw=True, int8_queries=True)
-    logits, _ = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, room=14, kv=raw), SMALL)
+    logits, _ = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, max_length=14, kv=raw), SMALL)
     assert relative_error(logits, float_logits()[:, 5]) < 0.02
 
 
 @pytest.mark.slow
 def test_raw_tokens_of_one_call_see_each_other_as_floats():
     raw = kv_policy("int4", sees_raw=True)
-    logits, cache = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, room=14, kv=raw), SMALL)
+    logits, cache = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, max_length=14, kv=raw), SMALL)
     assert relative_error(logits, float_logits()[:, 5]) < 1e-5
     later, _ = prefill(PARAMS, TOKENS[:, 6:], cache, SMALL)
     assert relative_error(later, float_logits()[:, -1]) > 1e-3
@@ -81,7 +81,7 @@ def test_raw_tokens_of_one_call_see_each_other_as_floats():
 
 @pytest.mark.slow
 def test_a_full_cache_gives_nan():
-    logits, cache = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, room=6, kv=kv_policy("int8")), SMALL)
+    logits, cache = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, max_length=6, kv=kv_policy("int8")), SMALL)
     assert np.isfinite(logits).all()
     logits, _ = decode_step(PARAMS, TOKENS[:, 6], cache, SMALL)
     assert np.isnan(logits).all()
@@ -90,7 +90,7 @@ def test_a_full_cache_gives_nan():
 @pytest.mark.parametrize("kv", [None, kv_policy("int8")], ids=["float", "int8"])
 def test_more_tokens_than_the_whole_room_are_refused(kv: KVPolicy | None):
     with pytest.raises(QuantError, match="tokens has 13 positions, more than the max length of the cache, 12"):
-        prefill(PARAMS, TOKENS, empty_cache(SMALL, batch=2, room=12, kv=kv), SMALL)
+        prefill(PARAMS, TOKENS, empty_cache(SMALL, batch=2, max_length=12, kv=kv), SMALL)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_a_cache_goes_through_transparent_beside_quantized_weights():
         lambda tree: jax.tree.map(lambda a: fb.dequantize(a) if fb.is_qarray(a) else a, tree, is_leaf=fb.is_qarray)
     )(params)
     read = functools.partial(prefill, config=config)
-    empty = functools.partial(empty_cache, config, batch=2, room=13, kv=kv_policy("int8"))
+    empty = functools.partial(empty_cache, config, batch=2, max_length=13, kv=kv_policy("int8"))
     logits, cache = fb.transparent(read)(stack_layers(params), TOKENS, empty())
     expected, other = read(stack_layers(plain), TOKENS, empty())
     assert relative_error(logits, expected) < 1e-3

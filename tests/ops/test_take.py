@@ -34,7 +34,7 @@ def test_indices_out_of_bounds_follow_the_mode(table, mode):
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_arguments_are_named(table):
     q, x = fb.quantize(table, "int8"), jnp.ones((2, 64))
-    with pytest.raises(fb.QuantError, match="indices are float32; must be whole numbers"):
+    with pytest.raises(fb.QuantError, match="indices are float32; must be integers"):
         fb.take(q, jnp.array([1.0]), 0)
     with pytest.raises(fb.QuantError, match="axis is 5, but the array has 2 axes"):
         fb.dot_general(x, q, (((5,), (1,)), ((), ())))

@@ -88,7 +88,7 @@ def test_first_matching_rule_wins_and_none_leaves(params):
     recipe = fb.Recipe((fb.Rule("embed", None), fb.Rule("layers/.*", "nf4"), fb.Rule(".*", "int8")))
     plan = fb.plan(net, params, IDS, recipe=recipe)
     assert plan["embed"].policy is None
-    assert plan["embed"].reason == "rule 'embed' leaves it"
+    assert plan["embed"].reason == "rule 'embed' keeps it unquantized"
     assert plan["layers/w"].policy.weight.name == "nf4"
     assert plan["layers/gain"].reason == "no product contracts it; used by mul"
     assert plan["steps"].reason == "nothing uses it"
@@ -113,7 +113,7 @@ def test_a_rule_after_one_that_takes_everything_is_named_unless_the_first_is_opt
         return p["table"][ids] @ p["table"].T
 
     assert fb.plan(lookup, tied, IDS, recipe="int8")["table"].policy.weight.name == "q8_0"
-    assert fb.plan(lookup, tied, IDS, recipe="w8a8")["table"].reason == "rule '.*' leaves it"
+    assert fb.plan(lookup, tied, IDS, recipe="w8a8")["table"].reason == "rule '.*' keeps it unquantized"
     assert jax.eval_shape(fb.train(lookup, "mxfp8"), tied, IDS).shape == (2, 32)
     with pytest.raises(
         fb.QuantError, match=r"rule 2 .* has no effect: earlier rules match all of its parameters: table, by rule 1 \(\.\*"

@@ -17,7 +17,7 @@ from fewbit.torch.matmul import padded_count  # noqa: E402
 from fewbit.torch.quantize import chosen, hessian  # noqa: E402
 
 ONCE_REFUSED = ("uint4", "q4_1", "nf4_dq", "ternary", "q4_0", "uint4_g32")
-"""Of those that the torch face could not quantize to: zero points, quantized scales, other calibrations."""
+"""Of those that `fewbit.torch` could not quantize to: zero points, quantized scales, other calibrations."""
 
 
 def raw(x: object) -> bytes:

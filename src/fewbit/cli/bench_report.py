@@ -72,7 +72,7 @@ def _words(option: str, text: str) -> list[str]:
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     words = _words(option, text)
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise QuantError(f"{option} is {text!r}; give whole numbers above 0, separated by commas")
+        raise QuantError(f"{option} is {text!r}; give integers above 0, separated by commas")
     return tuple(sorted(map(int, words)))
 
 

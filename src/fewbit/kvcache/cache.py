@@ -41,7 +41,7 @@ class QuantizedCache:
         head_dim: the head width (h). Static.
 
     >>> from fewbit.kvcache import kv_policy
-    >>> cache = empty_quantized_cache(kv_policy("int4"), layers=1, batch=1, heads=1, head_dim=4, room=8)
+    >>> cache = empty_quantized_cache(kv_policy("int4"), layers=1, batch=1, heads=1, head_dim=4, max_length=8)
     >>> cache = cache.written(0, jnp.array([[[[7.0, -7.0, 0.4, 0.0]]]]), jnp.zeros((1, 1, 1, 4))).advanced(1)
     >>> fb.dequantize(cache.layer(0)[0])[0, 0, :2].tolist()
     [[7.0, -7.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
@@ -58,8 +58,8 @@ class QuantizedCache:
     head_dim: int = dataclasses.field(metadata={"static": True})
 
     @property
-    def room(self) -> int:
-        """The max length (S)."""
+    def max_length(self) -> int:
+        """The number of positions (S)."""
         return self.key_codes.shape[-2]
 
     @property
@@ -118,17 +118,19 @@ class QuantizedCache:
         if keys.shape != values.shape:
             raise QuantError(f"keys has {keys.shape[2]} tokens and values {values.shape[2]}; they must have the same")
         if keys.shape[2] > S:
-            raise QuantError(f"{keys.shape[2]} tokens do not fit a cache of {S} positions; make it with a larger room=")
+            raise QuantError(
+                f"{keys.shape[2]} tokens do not fit a cache of {S} positions; make it with a larger max_length="
+            )
         if not isinstance(layer, Tracer) and not -L <= int(layer) < L:
             raise QuantError(f"layer is {int(layer)}, but the cache has {L} layers")
         self._check_room(keys.shape[2])
 
     def _check_room(self, count: Array | int) -> None:
         """Raises QuantError when the length is concrete and `count` more tokens do not fit."""
-        if not isinstance(self.length, Tracer) and (filled := int(np.max(self.length))) + count > self.room:
+        if not isinstance(self.length, Tracer) and (filled := int(np.max(self.length))) + count > self.max_length:
             raise QuantError(
-                f"{count} more tokens do not fit: {filled} of {self.room} positions are filled; make the cache with a "
-                "larger room="
+                f"{count} more tokens do not fit: {filled} of {self.max_length} positions are filled; make the cache with a "
+                "larger max_length="
             )
 
     def layer(self, layer: Int[Array, ""] | int) -> tuple[QArray, QArray]:
@@ -172,7 +174,7 @@ class QuantizedCache:
 
 
 def empty_quantized_cache(
-    policy: KVPolicy, *, layers: int, batch: int, heads: int, head_dim: int, room: int
+    policy: KVPolicy, *, layers: int, batch: int, heads: int, head_dim: int, max_length: int
 ) -> QuantizedCache:
     """An empty cache.
 
@@ -182,7 +184,7 @@ def empty_quantized_cache(
         batch: the number of sequences (B).
         heads: the number of KV heads (K).
         head_dim: the head width (h).
-        room: the max length (S).
+        max_length: the number of positions (S).
 
     Returns:
         The cache.
@@ -190,13 +192,13 @@ def empty_quantized_cache(
     Raises:
         QuantError: when a number is not positive.
     """
-    numbers = {"layers": layers, "batch": batch, "heads": heads, "head_dim": head_dim, "room": room}
+    numbers = {"layers": layers, "batch": batch, "heads": heads, "head_dim": head_dim, "max_length": max_length}
     for name, number in numbers.items():
         if number < 1:
             raise QuantError(f"{name} is {number}, must be at least 1")
 
     def blank(scheme: Scheme) -> tuple[Array, Array]:
-        one = jax.ShapeDtypeStruct((layers, batch, heads, room, head_dim), jnp.float32)
+        one = jax.ShapeDtypeStruct((layers, batch, heads, max_length, head_dim), jnp.float32)
         q = jax.eval_shape(lambda x: quantize(x, scheme), one)
         return jnp.zeros(q.codes.shape, q.codes.dtype), jnp.zeros(q.scale.shape, q.scale.dtype)
 

@@ -32,8 +32,8 @@ class Cache:
     length: Int[Array, ""]
 
     @property
-    def room(self) -> int:
-        """The max length (S)."""
+    def max_length(self) -> int:
+        """The number of positions (S)."""
         return self.keys.shape[-2]
 
     @property
@@ -77,14 +77,14 @@ AnyCache: TypeAlias = Cache | QuantizedCache
 
 
 def empty_cache(
-    config: DecoderConfig, *, batch: int, room: int, dtype: DTypeLike = jnp.float32, kv: KVPolicy | None = None
+    config: DecoderConfig, *, batch: int, max_length: int, dtype: DTypeLike = jnp.float32, kv: KVPolicy | None = None
 ) -> AnyCache:
     """An empty KV cache.
 
     Args:
         config: the configuration.
         batch: the number of sequences (B).
-        room: the max length (S), at most `config.context`.
+        max_length: the number of positions (S), at most `config.context`.
         dtype: the dtype of keys and values: the compute dtype of the model. Without `kv` only.
         kv: how keys and values are quantized; None keeps them in `dtype`.
 
@@ -92,15 +92,15 @@ def empty_cache(
         The cache.
 
     Raises:
-        QuantError: when `room` is not between 1 and the context, or `batch` not positive.
+        QuantError: when `max_length` is not between 1 and the context, or `batch` not positive.
     """
-    if not 1 <= room <= config.context:
-        raise QuantError(f"room (max length) is {room}, must be from 1 to the context of the model, {config.context}")
+    if not 1 <= max_length <= config.context:
+        raise QuantError(f"max_length is {max_length}, must be from 1 to the context of the model, {config.context}")
     if batch < 1:
         raise QuantError(f"batch is {batch}, must be at least 1")
     if kv is not None:
         sizes = {"layers": config.layers, "heads": config.cached_heads, "head_dim": config.cached_dim}
-        return empty_quantized_cache(kv, batch=batch, room=room, **sizes)
-    shape = (config.layers, batch, config.cached_heads, room, config.cached_dim)
+        return empty_quantized_cache(kv, batch=batch, max_length=max_length, **sizes)
+    shape = (config.layers, batch, config.cached_heads, max_length, config.cached_dim)
     values = jnp.zeros(shape, dtype) if config.latent is None else None
     return Cache(jnp.zeros(shape, dtype), values, jnp.int32(0))

@@ -365,9 +365,9 @@ class DecoderConfig:
 
 
 def _check_size(name: str, value: object) -> None:
-    """Refuses what is no positive whole number."""
+    """Refuses what is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
-        raise QuantError(f"{name} is {value!r}, must be a positive whole number below 2**40")
+        raise QuantError(f"{name} is {value!r}, must be a positive integer below 2**40")
 
 
 def _check_positive(name: str, value: object) -> None:

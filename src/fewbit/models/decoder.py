@@ -99,13 +99,13 @@ def prefill(
     Raises:
         QuantError: when there are more tokens than the max length of the cache.
     """
-    if cache.room < tokens.shape[1]:
+    if cache.max_length < tokens.shape[1]:
         raise QuantError(
-            f"tokens has {tokens.shape[1]} positions, more than the max length of the cache, {cache.room}; "
-            "pass a larger room to empty_cache"
+            f"tokens has {tokens.shape[1]} positions, more than the max length of the cache, {cache.max_length}; "
+            "pass a larger max_length to empty_cache"
         )
     T = tokens.shape[1]
-    fits = cache.length + T <= cache.room
+    fits = cache.length + T <= cache.max_length
     x, cache = _hidden(params, tokens, config, dtype, cache=cache, length=length)
     if length is None:
         cache, last = cache.advanced(T), x[:, -1:]
@@ -234,7 +234,7 @@ def _block(
     if cache is None:
         rotations = LayerRotations(config, 0, T, T)
     else:
-        rotations = LayerRotations(config, cache.length, T, max(cache.room, T), length)
+        rotations = LayerRotations(config, cache.length, T, max(cache.max_length, T), length)
     windows = _Windows(config)
     policy = cache.policy if isinstance(cache, QuantizedCache) else kv
     is_absorbed = config.latent is not None and (config.latent.split or cache is not None or kv is not None)

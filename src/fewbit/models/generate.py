@@ -104,7 +104,7 @@ class TokenGenerator:
         stop_ids: as for `generate`.
         dtype: as for `generate`.
         kv: as for `generate`.
-        room: the max length of the KV cache; None: the prompt and the new tokens.
+        max_length: the number of positions of the KV cache; None: the prompt and the new tokens.
     """
 
     config: DecoderConfig
@@ -113,7 +113,7 @@ class TokenGenerator:
     stop_ids: tuple[int, ...] = ()
     dtype: DTypeLike = jnp.float32
     kv: KVPolicy | None = None
-    room: int | None = None
+    max_length: int | None = None
 
     def start(
         self,
@@ -137,10 +137,10 @@ class TokenGenerator:
             QuantError: as `generate`.
         """
         self.check(prompt.shape[1], key)
-        B, room = prompt.shape[0], self.room or prompt.shape[1] + self.max_new_tokens
-        empty = empty_cache(self.config, batch=B, room=room, dtype=self.dtype, kv=self.kv)
+        B, max_length = prompt.shape[0], self.max_length or prompt.shape[1] + self.max_new_tokens
+        empty = empty_cache(self.config, batch=B, max_length=max_length, dtype=self.dtype, kv=self.kv)
         logits, cache = prefill(params, prompt.astype(jnp.int32), empty, self.config, dtype=self.dtype, length=length)
-        tokens, counts = jnp.zeros((B, room), jnp.int32), jnp.zeros(B, jnp.int32)
+        tokens, counts = jnp.zeros((B, max_length), jnp.int32), jnp.zeros(B, jnp.int32)
         return self._appended(GenerationState(jnp.int32(0), cache, tokens, counts, jnp.zeros(B, bool)), logits, key)
 
     def step(self, params: Params, state: GenerationState, key: Key[Array, ""] | None = None) -> GenerationState:
@@ -208,8 +208,8 @@ class TokenGenerator:
                 f"a prompt of {T} tokens and {count} new ones exceed the context of the model, {context}; "
                 "shorten the prompt or lower max_new_tokens"
             )
-        if self.room is not None and T + count > self.room:
-            raise QuantError(f"a prompt of {T} tokens and {count} new ones exceed room, {self.room}")
+        if self.max_length is not None and T + count > self.max_length:
+            raise QuantError(f"a prompt of {T} tokens and {count} new ones exceed max_length, {self.max_length}")
         if not temperature >= 0:
             raise QuantError(f"temperature is {temperature}, must be 0 (greedy decoding) or above")
         if (temperature > 0) != (key is not None):

@@ -9,7 +9,7 @@ divided by it, so that the function does not change. In a decoder these can be d
     o                                rows of v (of kv_b in latent attention); heads that share a value share its scales
     down                             rows of up, where the activation is linear in them
 
-The input of a tied head cannot be scaled, since the table is also looked up; nor that of a block without a norm before it.
+The input of a tied head cannot be scaled, since its rows are embeddings, too; nor that of a block without a norm before it.
 Dimension letters as in `decoder`; K elements of an input come from S channels of what produces it.
 """
 
@@ -175,7 +175,7 @@ def why_not_scaled(path: str, config: DecoderConfig) -> str:
         config: the configuration.
     """
     if path == "embed":
-        return "the table of tokens is also looked up"
+        return "its rows are read as embeddings, too"
     if config.rotates_input_of(path):
         return "a rotation comes before it"
     if path.endswith("/down"):

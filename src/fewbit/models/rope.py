@@ -36,7 +36,7 @@ class LayerRotations:
         config: DecoderConfig,
         start: Int[Array, ""] | int,
         tokens: int,
-        room: int,
+        max_length: int,
         count: Int[Array, ""] | None = None,
     ):
         """The tables.
@@ -45,13 +45,13 @@ class LayerRotations:
             config: the configuration.
             start: the position of the first token; traced in a KV cache.
             tokens: how many tokens there are (T).
-            room: the max length of the sequence.
+            max_length: the largest number of positions in the sequence.
             count: how many of the tokens count, before padding; None: all.
         """
         self.indices = tuple(_table_index(config, layer) for layer in range(config.layers))
         used = sorted(set(self.indices))
         self.indices = tuple(used.index(index) for index in self.indices)
-        self.tables = [_placed(config, index, start, tokens, room, count) for index in used]
+        self.tables = [_placed(config, index, start, tokens, max_length, count) for index in used]
 
     def of_layer(self, layer: Int[Array, ""] | int) -> tuple[Any, Any]:
         """Cosines and sines `[T, rotary_dim / 2]` of a layer, which `lax.scan` traces."""
@@ -77,7 +77,7 @@ def _table_index(config: DecoderConfig, layer: int) -> int:
 
 
 def _placed(
-    config: DecoderConfig, index: int, start: Array | int, tokens: int, room: int, count: Array | None
+    config: DecoderConfig, index: int, start: Array | int, tokens: int, max_length: int, count: Array | None
 ) -> tuple[Any, Any]:
     """The tables of T tokens from `start` on."""
     if index == _NONE:
@@ -90,18 +90,18 @@ def _placed(
         cos, sin = _tables(_frequencies(config, theta, scaling, start + tokens), start + tokens, scaling)
         return cos[start:], sin[start:]
     if scaling is not None and scaling.grows:
-        return _tables_by_length(config, scaling, start, tokens, room, tokens if count is None else count)
-    every = _tables(_frequencies(config, theta, scaling, room), room, scaling)
+        return _tables_by_length(config, scaling, start, tokens, max_length, tokens if count is None else count)
+    every = _tables(_frequencies(config, theta, scaling, max_length), max_length, scaling)
     cos, sin = (lax.dynamic_slice_in_dim(jnp.asarray(table), start, tokens) for table in every)
     return cos, sin
 
 
 def _tables_by_length(
-    config: DecoderConfig, scaling: RopeScaling, start: Array, tokens: int, room: int, count: Array | int
+    config: DecoderConfig, scaling: RopeScaling, start: Array, tokens: int, max_length: int, count: Array | int
 ) -> tuple[Array, Array]:
     """The tables for frequencies that depend on the traced length. Angles are float32, as in transformers."""
-    rows = np.stack([_frequencies(config, config.rope_theta, scaling, length) for length in range(room + 1)])
-    frequencies = jnp.asarray(rows.astype(np.float32))[jnp.minimum(start + count, room)]
+    rows = np.stack([_frequencies(config, config.rope_theta, scaling, length) for length in range(max_length + 1)])
+    frequencies = jnp.asarray(rows.astype(np.float32))[jnp.minimum(start + count, max_length)]
     positions = (start + jnp.arange(tokens, dtype=jnp.int32)).astype(jnp.float32)
     angle = positions[:, None] * frequencies[None, :]
     return jnp.cos(angle) * scaling.gain, jnp.sin(angle) * scaling.gain

@@ -142,7 +142,7 @@ class Random:
 
 def quantized_product(
     bilinear: AbstractBilinear,
-    rules: ProductConfig,
+    config: ProductConfig,
     lhs: ArrayOrQArray,
     rhs: ArrayOrQArray,
     extra: Extra = None,
@@ -152,7 +152,7 @@ def quantized_product(
 
     Args:
         bilinear: the product.
-        rules: the policy, and which operand is the weight.
+        config: the policy, and which operand is the weight.
         lhs: the left operand; a QArray is used as it is.
         rhs: the right operand, likewise.
         extra: the operands in which the product is not linear.
@@ -166,8 +166,8 @@ def quantized_product(
     def entering(
         lhs: ArrayOrQArray, rhs: ArrayOrQArray, scales: StepScales | None, prequantized: QArray | None
     ) -> tuple[ArrayOrQArray, ArrayOrQArray]:
-        left, right = _entering(bilinear, rules, lhs, True, scales), _entering(bilinear, rules, rhs, False, scales)
-        if prequantized is not None and rules.weight_is_left:
+        left, right = _entering(bilinear, config, lhs, True, scales), _entering(bilinear, config, rhs, False, scales)
+        if prequantized is not None and config.weight_is_left:
             left = prequantized
         elif prequantized is not None:
             right = prequantized
@@ -177,50 +177,50 @@ def quantized_product(
     def product(
         lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, prequantized: PyTree
     ) -> jax.Array:
-        return bilinear.forward(*entering(lhs, rhs, scales, prequantized), extra, rules.policy.accumulator)
+        return bilinear.forward(*entering(lhs, rhs, scales, prequantized), extra, config.policy.accumulator)
 
     def forward(
         lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, prequantized: PyTree
     ) -> PyTree:
         left, right = entering(lhs, rhs, scales, prequantized)
-        kept = _residual(rules, lhs, left, True), _residual(rules, rhs, right, False)
+        kept = _residual(config, lhs, left, True), _residual(config, rhs, right, False)
         forms = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
-        seen = _seen(rules, scales, lhs, rhs)
-        return bilinear.forward(left, right, extra, rules.policy.accumulator), (kept, forms, key, extra, scales, seen)
+        seen = _seen(config, scales, lhs, rhs)
+        return bilinear.forward(left, right, extra, config.policy.accumulator), (kept, forms, key, extra, scales, seen)
 
     def backward(saved: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
         (left, right), (lhs, rhs), key, extra, scales, seen = saved
         scale = getattr(scales, "gradient", None)
-        random_left, random_right = _own_random(rules, key, gradient)
-        to_left = _operand_gradient(bilinear, rules, gradient, True, left, right, extra, random_left, scale)
-        to_right = _operand_gradient(bilinear, rules, gradient, False, right, left, extra, random_right, scale)
+        random_left, random_right = _own_random(config, key, gradient)
+        to_left = _operand_gradient(bilinear, config, gradient, True, left, right, extra, random_left, scale)
+        to_right = _operand_gradient(bilinear, config, gradient, False, right, left, extra, random_right, scale)
         if scale is not None:
             seen = dataclasses.replace(seen, gradient=amax_cotangent(largest_magnitude(gradient), scale))
         return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen, None
 
     product.defvjp(forward, backward)
-    return product(lhs, rhs, key, extra, rules.scales, rules.prequantized)
+    return product(lhs, rhs, key, extra, config.scales, config.prequantized)
 
 
 def _entering(
-    bilinear: AbstractBilinear, rules: ProductConfig, x: ArrayOrQArray, is_left: bool, scales: StepScales | None
+    bilinear: AbstractBilinear, config: ProductConfig, x: ArrayOrQArray, is_left: bool, scales: StepScales | None
 ) -> ArrayOrQArray:
     """An operand as it enters the product."""
-    scheme = rules.scheme(is_left)
+    scheme = config.scheme(is_left)
     if scheme is None or isinstance(x, QArray):
         return x
     axes = _some(bilinear.contracted[int(not is_left)])
-    if rules.served is not None and is_left == rules.weight_is_left:
-        return quantized_as_served(x, rules.served, scheme, axes)
-    return quantize(x, scheme, axis=axes, scale=rules.scale(scales, is_left))
+    if config.served is not None and is_left == config.weight_is_left:
+        return quantized_as_served(x, config.served, scheme, axes)
+    return quantize(x, scheme, axis=axes, scale=config.scale(scales, is_left))
 
 
-def _seen(rules: ProductConfig, scales: StepScales | None, lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> StepScales | None:
+def _seen(config: ProductConfig, scales: StepScales | None, lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> StepScales | None:
     """The amax of both operands, under delayed scaling; 0 for a QArray."""
     if scales is None:
         return None
     weight, activation = rhs, lhs
-    if rules.weight_is_left:
+    if config.weight_is_left:
         weight, activation = lhs, rhs
 
     def seen(x: ArrayOrQArray, scale: jax.Array | None) -> jax.Array | None:
@@ -232,16 +232,16 @@ def _seen(rules: ProductConfig, scales: StepScales | None, lhs: ArrayOrQArray, r
     return StepScales(seen(weight, scales.weight), seen(activation, scales.activation), scales.gradient)
 
 
-def _residual(rules: ProductConfig, x: ArrayOrQArray, entered: ArrayOrQArray, is_left: bool) -> Residual:
+def _residual(config: ProductConfig, x: ArrayOrQArray, entered: ArrayOrQArray, is_left: bool) -> Residual:
     """What the backward pass needs of one operand.
 
     That is for the gradient of the other operand, and the mask of this one's own gradient.
     """
-    scheme, passes = rules.scheme(is_left), None
-    clips = rules.policy.clips_gradient and scheme is not None and scheme.calibration.clips
+    scheme, passes = config.scheme(is_left), None
+    clips = config.policy.clips_gradient and scheme is not None and scheme.calibration.clips
     if clips and not isinstance(x, QArray) and isinstance(entered, QArray):
         passes = is_covered(x, entered)
-    if rules.arm(not is_left).operand == "forward":
+    if config.arm(not is_left).operand == "forward":
         return Residual(entered, None, passes, _form(x))
     return Residual(None, x, passes, _form(x))
 
@@ -256,7 +256,7 @@ def _form(x: ArrayOrQArray) -> jax.ShapeDtypeStruct:
 
 def _operand_gradient(
     bilinear: AbstractBilinear,
-    rules: ProductConfig,
+    config: ProductConfig,
     g: jax.Array,
     is_left: bool,
     own: Residual,
@@ -269,9 +269,9 @@ def _operand_gradient(
 
     `scale` is the delayed scale of the incoming gradient, or None.
     """
-    arm, where = rules.arm(is_left), ""
-    if rules.label.path:
-        where = f"{rules.label}: "
+    arm, where = config.arm(is_left), ""
+    if config.label.path:
+        where = f"{config.label}: "
     if arm.gradient is None:
         operand = other.original
         if arm.operand == "forward":
@@ -388,13 +388,13 @@ def weight_only(bilinear: AbstractBilinear, lhs: ArrayOrQArray, rhs: ArrayOrQArr
     return jax.checkpoint(bilinear.values)(lhs, rhs, extra)
 
 
-def _own_random(rules: ProductConfig, key: jax.Array | None, g: jax.Array) -> tuple[Random | None, Random | None]:
+def _own_random(config: ProductConfig, key: jax.Array | None, g: jax.Array) -> tuple[Random | None, Random | None]:
     """The random numbers of the gradients of both operands. None without a key, or where none are drawn.
 
     Keys that differ in a bit give unrelated numbers, so the gradient's sum and the side are xored into the words of the key:
     each product draws numbers of its own. `jax.random.fold_in` would do, but XLA compiles its 20 rounds anew for each product.
     """
-    arms = rules.arm(True), rules.arm(False)
+    arms = config.arm(True), config.arm(False)
     if key is None or not any(arm.needs_key for arm in arms):
         return None, None
     total = jax.lax.bitcast_convert_type(jnp.sum(g.astype(jnp.float32)), jnp.uint32)

@@ -69,7 +69,7 @@ def conv_general_dilated(
     >>> conv_general_dilated(jnp.ones((1, 3, 5, 5)), kernel, (1, 1), "VALID").shape
     (1, 4, 4, 4)
     """
-    left, right, rules, key = resolved(lhs, rhs, policy, key)
+    left, right, config, key = resolved(lhs, rhs, policy, key)
     if not isinstance(padding, str):
         padding = tuple((int(a), int(b)) for a, b in padding)
     conv = Conv(
@@ -83,9 +83,9 @@ def conv_general_dilated(
         precision,
         preferred_element_type,
     )
-    if rules is None:
+    if config is None:
         return conv.forward(left, right)
-    return quantized_product(conv, rules, left, right, key=key)
+    return quantized_product(conv, config, left, right, key=key)
 
 
 @dataclasses.dataclass(frozen=True)

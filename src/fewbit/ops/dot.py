@@ -81,11 +81,11 @@ def dot_general(
     """
     if isinstance(precision, list):
         precision = tuple(precision)
-    left, right, rules, key = resolved(lhs, rhs, policy, key)
+    left, right, config, key = resolved(lhs, rhs, policy, key)
     numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
     dot = Dot(left.ndim, right.ndim, numbers, precision, preferred_element_type, backend, out_sharding)
-    if rules is not None:
-        return quantized_product(dot, rules, left, right, key=key)
+    if config is not None:
+        return quantized_product(dot, config, left, right, key=key)
     return dot.forward(left, right)
 
 
@@ -243,12 +243,12 @@ def picked_dot(
         preferred: as in `lax.dot_general`.
     """
     one = element(stack, index)
-    left, right, rules, key = resolved(x, one, None, None)
+    left, right, config, key = resolved(x, one, None, None)
     numbers = _normalized(numbers, left.ndim, right.ndim)
     dot = Dot(left.ndim, right.ndim, numbers, precision, preferred, None)
-    if rules is None:
+    if config is None:
         return dot.forward(left, right, (stack, index))
-    return quantized_product(dot, rules, left, right, (stack, index), key)
+    return quantized_product(dot, config, left, right, (stack, index), key)
 
 
 def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:

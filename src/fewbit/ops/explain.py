@@ -46,12 +46,12 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     """
     if not (is_qarray(lhs) or is_qarray(rhs)):
         raise QuantError("neither operand is a QArray; jax.numpy computes their product")
-    left, right, rules, _ = resolved(lhs, rhs, None, None)
+    left, right, config, _ = resolved(lhs, rhs, None, None)
     numbers = matmul_numbers(left.shape, right.shape)
     shown = f"{Operand.of(left)} @ {Operand.of(right)}"
     reads = f"  reads: {_bytes_of(left)}, {_bytes_of(right)}"
     left, right, numbers = untransposed(left, right, numbers)
-    entering = (_entering(Operand.of(x), rules, i == 0, numbers[0][i]) for i, x in enumerate((left, right)))
+    entering = (_entering(Operand.of(x), config, i == 0, numbers[0][i]) for i, x in enumerate((left, right)))
     problem = Problem(*entering, dimension_numbers=numbers)
     decoded = None
     if backend is None:
@@ -74,11 +74,11 @@ def _bytes_of(x: jax.Array | QArray) -> str:
     return f"{operand} of {dense:,} bytes"
 
 
-def _entering(side: Operand, rules: ProductConfig | None, is_left: bool, contracted: tuple[int, ...]) -> Operand:
+def _entering(side: Operand, config: ProductConfig | None, is_left: bool, contracted: tuple[int, ...]) -> Operand:
     """An operand with the scheme that its policy quantizes it in."""
-    if rules is None or side.scheme is not None:
+    if config is None or side.scheme is not None:
         return side
-    scheme = rules.scheme(is_left)
+    scheme = config.scheme(is_left)
     if scheme is None:
         return side
     return dataclasses.replace(side, scheme=laid_along(scheme, contracted, side.shape))

@@ -122,11 +122,11 @@ def ragged_dot_general(
     >>> ragged_dot_general(jnp.ones((5, 4)), experts, jnp.array([2, 0, 3]), PLAIN).shape
     (5, 2)
     """
-    left, right, rules, key = resolved(lhs, rhs, policy, key)
+    left, right, config, key = resolved(lhs, rhs, policy, key)
     numbers = _hashable(ragged_dot_dimension_numbers)
     product = RaggedDot(numbers, left.shape[0], precision, preferred_element_type, backend)
     extra = (jnp.asarray(group_sizes), group_offset)
-    if rules is None:
+    if config is None:
         return product.forward(left, right, extra)
     if numbers != _hashable(PLAIN):
         raise UnsupportedError(
@@ -135,7 +135,7 @@ def ragged_dot_general(
                 "dimension_numbers": f"{numbers}; transpose the operands to [M, K] and [G, K, N], or leave the weight unquantized"
             },
         )
-    return quantized_product(product, rules, left, right, extra, key)
+    return quantized_product(product, config, left, right, extra, key)
 
 
 @dataclasses.dataclass(frozen=True)

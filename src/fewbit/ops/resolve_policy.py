@@ -70,7 +70,7 @@ def resolved(
         key: a JAX random key; None takes the key that an operand carries.
 
     Returns:
-        The left operand, the right one, the rules (None where no policy changes the product or its gradients), and the key.
+        The left operand, the right one, the config (None where no policy changes the product or its gradients), and the key.
 
     Raises:
         QuantError: when operands carry different policies and none is given, or `policy` is not a Policy; for a QArray whose

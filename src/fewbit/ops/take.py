@@ -30,7 +30,7 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
         An array in `q.dtype`: the axes of `q` with `axis` replaced by those of `indices`.
 
     Raises:
-        QuantError: for another mode, an axis that `q` does not have, and indices that are not whole numbers.
+        QuantError: for another mode, an axis that `q` does not have, and indices that are not integers.
 
     >>> from fewbit.kernels.quantize import quantize
     >>> take(quantize(jnp.eye(4), "mxfp8"), jnp.array([2, 0]), 0).tolist()
@@ -40,7 +40,7 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
         raise QuantError(f"mode is {mode!r}; must be one of fill, clip, wrap")
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise QuantError(f"indices are {indices.dtype.name}; must be whole numbers")
+        raise QuantError(f"indices are {indices.dtype.name}; must be integers")
     if not isinstance(q, QArray):
         return jnp.take(jnp.asarray(q), indices, axis=axis, mode=mode)
     refuse_invalid(q, "q")

@@ -32,7 +32,7 @@ def quantize_params(
         plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: what its rules give a
             path and an axis is quantized. Presets need roles, which `fb.plan` finds in the model's function.
         method: how scales and codes are chosen: `fb.methods.RTN()` rounds to nearest, `fb.methods.GPTQ()` minimizes the error
-            of each product. Tables that are only looked up are rounded to nearest.
+            of each product. Embeddings that no product contracts are rounded to nearest.
         stats: what `fb.observe` collected with `collect=method.collect`; only for a method that needs it.
 
     Returns:

@@ -31,7 +31,7 @@ class AbstractMethod(abc.ABC):
             x: the weight, without the axes that a loop runs over.
             scheme: the scheme, with tiles on its last axis.
             axis: the contraction axes, negative.
-            observation: the `Observation` of its products; None without statistics, as for a table that is only looked up.
+            observation: the `Observation` of its products; None without statistics, as for an embedding.
 
         Returns:
             A QArray that differs from `fb.quantize(x, scheme, axis=axis)` in the values of its leaves only.

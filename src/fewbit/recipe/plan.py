@@ -245,7 +245,7 @@ def _why_not(leaf: Leaf, found: Resolved, *, is_traced: bool) -> str | None:
     if isinstance(leaf, QArray) or (rule is not None and rule.changes):
         return found.whole
     if rule is not None:
-        return f"rule {rule.path!r} leaves it"
+        return f"rule {rule.path!r} keeps it unquantized"
     is_weight = role in QUANTIZED_ROLES
     if is_traced and (is_weight or not any(use.op in OPS for use in uses)):
         if not uses:

@@ -169,8 +169,8 @@ def observation_of(row: PlanRow, method: AbstractMethod, stats: SupportsObservat
         stats: the statistics that `fb.observe` collected; None: none.
 
     Returns:
-        The parameter's observation; None where nothing is to be quantized, the method needs none, or the parameter is a table
-        that is only looked up, which is rounded to nearest.
+        The parameter's observation; None where nothing is to be quantized, the method needs none, or the parameter is an
+        embedding that no product contracts, which is rounded to nearest.
 
     Raises:
         QuantError: where the parameter has no statistics.

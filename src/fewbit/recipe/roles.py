@@ -59,7 +59,7 @@ class TensorRole:
 def traced_roles(uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Role]:
     """The roles of traced parameters, by the equations that use each, refined by names.
 
-    A table that is looked up and contracted (tied embeddings) is an embedding table. Stacked matrices with a batch axis in
+    An embedding that a product contracts as well (tied embeddings) is an embedding. Stacked matrices with a batch axis in
     their product are an expert stack.
 
     Args:

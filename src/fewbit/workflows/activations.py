@@ -80,7 +80,7 @@ def cache_policy(kv: str | None, per: str | None, *, int8_activations: bool = Fa
 def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:
     """Gives the quantized weights of a decoder int8 activations. They get policies where kernels multiply integers.
 
-    An activation has one scale for each block of the weight along the contraction; for a weight with one scale a row, one for
+    An activation has one scale for each block of the weight along the contraction; for a per-channel weight, one for
     each token. Tables of numbers that are no integers (NF4) are rounded to int8: `Codebook.in_int8`. A weight that has a policy
     keeps it. Experts, and an embedding of a model with a separate head, stay as they are.
 
@@ -129,7 +129,7 @@ def with_int8_table(q: QArray) -> QArray:
 def int8_activation(q: QArray, axis: int = -1) -> Scheme:
     """The int8 scheme with the blocks of a weight.
 
-    They are those along its contraction axis; one scale a row where it has no blocks.
+    They are those along its contraction axis; one scale for each token where it has no blocks.
     """
     tile = q.tiles[axis]
     if tile is None or tile >= q.shape[axis]:

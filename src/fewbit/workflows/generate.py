@@ -117,8 +117,8 @@ def generate_text(
     start = time.perf_counter()
     ids, is_chat = _prompt_ids(tokenizer, prompt, chat)
     key = jax.random.key(seed or 0) if temperature > 0 else None
-    padded, room = _padded_lengths(len(ids), max_tokens, config)
-    generator = TokenGenerator(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv, room=room)
+    padded, max_length = _padded_lengths(len(ids), max_tokens, config)
+    generator = TokenGenerator(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv, max_length=max_length)
     generator.check(padded, key)
     if params is None:
         params = model.params()
@@ -134,7 +134,7 @@ def generate_text(
         text += piece
         if on_text is not None:
             on_text(piece)
-    cache = jax.eval_shape(lambda: jax.tree.leaves(empty_cache(config, batch=1, room=len(ids) + max_tokens, kv=kv)))
+    cache = jax.eval_shape(lambda: jax.tree.leaves(empty_cache(config, batch=1, max_length=len(ids) + max_tokens, kv=kv)))
     return Sample(
         prompt=prompt,
         is_chat=is_chat,

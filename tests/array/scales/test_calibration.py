@@ -92,7 +92,7 @@ def test_texts_of_other_programs():
         ("fixed,-inf,inf", "must be finite and contain 0"),
         ("fixed,-0.6,x", "fixed: the range is -0.6 .. 'x'"),
         ("fixed,0,0", "fixed: the range is empty"),
-        ("mse,1", "mse: steps is 1.0, must be a whole number of at least 2"),
+        ("mse,1", "mse: steps is 1.0, must be an integer of at least 2"),
         ("mse,2.5", "mse: steps is 2.5"),
         ("mse,inf", "mse: steps is inf"),
         ("mse,nan", "mse: steps is nan"),

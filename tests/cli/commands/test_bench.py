@@ -54,7 +54,7 @@ def test_activations_are_quantized_where_it_is_asked_for(quick):
     ("arguments", "message"),
     [
         (("--activations", "fp8"), "activations 'fp8' are unknown"),
-        (("--sizes", "0"), "--sizes is '0'; give whole numbers above 0"),
+        (("--sizes", "0"), "--sizes is '0'; give integers above 0"),
         (("--rows", "1,1"), "--rows is '1,1'; give at least one, each once"),
         (("--schemes", "nf5"), "did you mean 'nf4'"),
     ],

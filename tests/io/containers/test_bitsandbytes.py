@@ -183,7 +183,7 @@ def test_one_kind_of_weights_and_the_modules_that_stay_in_float():
         ("nf4", (6, 96), "blocks of 64 elements do not divide its rows of 96"),
         ("nf4_g16", SHAPE, "a power of two from 32 to 4096 must"),
         ("int8_aqt", SHAPE, r"chosen by absmax,.*, and bitsandbytes stores absmax / 127"),
-        ("int8_narrow_g32", SHAPE, "do not have one float32 scale a row"),
+        ("int8_narrow_g32", SHAPE, "do not have per-channel float32 scales"),
         ("fp4", SHAPE, "its codes are e2m1"),
     ],
 )

@@ -49,7 +49,7 @@ class BitsAndBytes(AbstractContainer):
         if is_int8:
             known = SCHEMES["int8_narrow"]
             if (scheme.tile, scheme.scale, scheme.zero_point) != (known.tile, known.scale, None):
-                return "its 8-bit codes do not have one float32 scale a row, as int8_narrow does"
+                return "its 8-bit codes do not have per-channel float32 scales, as int8_narrow does"
             if scheme.calibration != known.calibration:
                 return f"its scales are chosen by {scheme.calibration}, and bitsandbytes stores absmax / 127 (int8_narrow)"
             return None

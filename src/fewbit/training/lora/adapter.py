@@ -125,7 +125,7 @@ def init(
         rank: the columns of `a`.
         alpha: the numerator of the factor `alpha / rank`; None takes the rank, so that the factor is 1.
         dtype: of the factors; products cast them to the dtype of the other operand.
-        without_product: for matched parameters that no adapter fits, such as vectors and tables that are only looked up:
+        without_product: for matched parameters that no adapter fits, such as vectors and embeddings that no product contracts:
             "error" raises and names them and their uses; "skip" gives them no adapter.
         axis: the inputs of matched weights whose products contract different axes: the axes that one of these products
             contracts; the update `a b` is the same for all of them. None refuses such weights.

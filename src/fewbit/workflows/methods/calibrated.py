@@ -131,7 +131,7 @@ def calibrated_weights(
         on_experts: called with the tokens of a layer's experts.
 
     Returns:
-        The QArrays by path, those of finished parts loaded when they are asked for. Tables that are only looked up, experts that
+        The QArrays by path, those of finished parts loaded when they are asked for. Embeddings that no product contracts, experts that
         are rounded to nearest because no token was routed to them, and weights that the file stores in the planned scheme already
         are not among them.
 
@@ -308,7 +308,7 @@ class FloatLayer:
             unseen: what happens to experts without tokens, see `experts.UNSEEN`.
 
         Returns:
-            The statistics by path, without tables that are only looked up and experts to which no token was routed.
+            The statistics by path, without embeddings that no product contracts, and experts to which no token was routed.
         """
         if not self.prefix:
             return _head_observations(self.params, self.streams, self.config, paths, measure)

@@ -348,7 +348,7 @@ digest.update(np.asarray(x8 @ q8.T).tobytes())
 assert fb.explain(x8, q8.T).split(":")[1][:5] == " cpu ", fb.explain(x8, q8.T)
 policy = fb.Policy("int8", "int8")
 assert "fewbit_integers" in jax.jit(lambda x: fb.dot_general(x, q8, (((1,), (1,)), ((), ())), policy=policy)).lower(x).as_text()
-cache = kvcache.empty_quantized_cache(kvcache.kv_policy("int8"), layers=2, batch=1, heads=2, head_dim=16, room=1200)
+cache = kvcache.empty_quantized_cache(kvcache.kv_policy("int8"), layers=2, batch=1, heads=2, head_dim=16, max_length=1200)
 for count in (1100, 1):
     k, v, queries = (jnp.asarray(rng.normal(size=(1, heads, count, 16)), jnp.float32) for heads in (2, 2, 4))
     cache = cache.written(1, k, v)

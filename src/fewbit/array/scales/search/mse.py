@@ -44,7 +44,7 @@ class MSE(AbstractCalibration):
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int | float) or self.steps % 1 or not 2 <= self.steps < float("inf"):
-            raise QuantError(f"mse: steps is {self.steps!r}, must be a whole number of at least 2")
+            raise QuantError(f"mse: steps is {self.steps!r}, must be an integer of at least 2")
         if not isinstance(self.low, int | float) or not 0 < self.low < 1:
             raise QuantError(f"mse: low is {self.low!r}, must be a fraction between 0 and 1")
         if self.tensor not in ("search", "amax"):
