@@ -28,7 +28,7 @@ from fewbit.kernels.qmatmul.tpu import ragged
 from fewbit.kernels.qmatmul.tpu.blocks import PLAIN, Block, Cut, bytes_moved
 from fewbit.kernels.qmatmul.tpu.gemm import DecodedProduct, stacked_product
 from fewbit.kernels.qmatmul.tpu.int8_blocks import Pair
-from fewbit.kernels.qmatmul.tpu.int8_gemm import CodeProduct, paired_stacks
+from fewbit.kernels.qmatmul.tpu.int8_gemm import PairedProduct, paired_stacks
 from fewbit.kernels.qmatmul.tpu.kernel import blocks_of
 from fewbit.kernels.qmatmul.tpu.problem import Form
 
@@ -117,7 +117,7 @@ def pair_bounds(left: str, right: str, m: int) -> list[dict[str, Any]]:
     q = quantized(right, (1, *SHAPE))
     x = jax.eval_shape(lambda x: fb.quantize(x, left), jax.ShapeDtypeStruct((1, m, SHAPE[0]), jnp.bfloat16))
     pair = Pair.of(x, q, contracts_last=False, result=jnp.bfloat16)
-    moved = sum(bytes_moved(blocks_of(CodeProduct(pair), x, q), pair.grid).values())
+    moved = sum(bytes_moved(blocks_of(PairedProduct(pair), x, q), pair.grid).values())
     cycles = scheduled_cycles("fewbit_paired_qmatmul", paired_stacks, x, q)
     dense, work = 2 * (SHAPE[0] * SHAPE[1] + m * sum(SHAPE)), 2 * m * SHAPE[0] * SHAPE[1]
     return [

@@ -68,7 +68,7 @@ SUITES = (
     Suite(
         "kernels/qmatmul/cpu/test_backend.py",
         "the compiled product, its primitive and its gradients",
-        {"kernels/qmatmul": "call", "kernels/qmatmul/cpu": "ffi"},
+        {"kernels": "buffers", "kernels/qmatmul": "call", "kernels/qmatmul/cpu": "ffi"},
     ),
     Suite(
         "kernels/qmatmul/gpu/test_gemm.py",

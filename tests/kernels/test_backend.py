@@ -10,7 +10,8 @@ import pytest
 import fewbit as fb
 from fewbit.kernels.attention.dispatch import BACKENDS as ATTENTION
 from fewbit.kernels.backend import AbstractBackend, select
-from fewbit.kernels.qmatmul import BACKENDS, Problem, TritonGPU, dispatch
+from fewbit.kernels.extension import ARM64_ISAS, Extension
+from fewbit.kernels.qmatmul import BACKENDS, Cpu, Problem, TritonGPU, dispatch
 from fewbit.kernels.quantize import DEQUANTIZERS, QUANTIZERS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -81,6 +82,23 @@ def test_backends_that_never_ran_on_their_hardware_are_experimental():
     tested = "experimental: tested in an interpreter and cross-compiled, not yet run on a"
     assert f"{tested} TPU" in fb.explain(x, q, backend="pallas_tpu")
     assert f"{tested} GPU" in TritonGPU().about()
+
+
+@pytest.mark.parametrize("built", ["avx512", "portable", *ARM64_ISAS])
+def test_kernels_that_ran_in_an_emulator_only_are_experimental(monkeypatch: pytest.MonkeyPatch, built: str):
+    monkeypatch.setattr("fewbit.kernels.qmatmul.cpu.backend.extension", lambda _: Extension(isa=built))
+    tested = "; experimental: tested in an emulator only" if built in ARM64_ISAS else ""
+    rest = f"{tested}; programs for other platforms use their own kernels, or the reference"
+    assert Cpu().about() == f"compiled for {built}{rest}"
+    assert Cpu(isa="portable").about() == f"compiled for portable{rest}"
+    q = fb.quantize(jnp.ones((64, 8)), "int8", axis=-2)
+    assert f": cpu (compiled for {built}{rest})" in fb.explain(jnp.ones((2, 64)), q, backend="cpu")
+
+
+@pytest.mark.parametrize("page", ["kernels", "installation"])
+def test_pages_say_that_the_kernels_of_arm64_ran_in_an_emulator_only(page: str):
+    (line,) = [line for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines() if "emulator" in line]
+    assert "arm64" in line and "experimental: tested in an emulator only" in line
 
 
 @pytest.mark.finding(36)

@@ -28,6 +28,9 @@ EXTENSIONS = (
 ISAS = ("portable", "avx2", "avxvnni", "avx512")
 """What FEWBIT_ISA may name. On arm64 portable means NEON without sdot, and the others are no limit."""
 
+ARM64_ISAS = ("neon", "dotprod")
+"""The instruction sets of arm64, whose kernels ran in an emulator only."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Extension:

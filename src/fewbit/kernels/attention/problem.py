@@ -15,7 +15,7 @@ from ...array.validity import refuse_invalid
 from ...errors import QuantError
 from ...formats.format import FORMATS
 from ..backend import AbstractProblem
-from ..qmatmul.problem import Operand
+from ..qmatmul.problem import Operand as Operand
 
 KVValues: TypeAlias = Float[Array, "*L B K S h"] | QArray
 Queries: TypeAlias = Float[Array, "B H T h"] | QArray

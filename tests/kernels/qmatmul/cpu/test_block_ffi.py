@@ -9,10 +9,10 @@ import pytest
 
 import fewbit as fb
 from fewbit.array.packing import Packing, paired
+from fewbit.kernels.buffers import INTEGER_LEVELS as LEVELS
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul.blocks import block_product
 from fewbit.kernels.qmatmul.cpu.block_ffi import native_blocks
-from fewbit.kernels.qmatmul.cpu.ffi import INTEGER_LEVELS as LEVELS
 from fewbit.kernels.qmatmul.cpu.int8_ffi import native_integers
 from tests.conformance import array_laws as laws
 from tests.kernels.unfused import unfused

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import fewbit as fb
+from fewbit.kernels.buffers import INTEGER_LEVELS
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul import Cpu, Problem
 from fewbit.kernels.qmatmul.blocks import block_product
-from fewbit.kernels.qmatmul.cpu.ffi import INTEGER_LEVELS
 from fewbit.kernels.qmatmul.problem import Operand
 from fewbit.kernels.qmatmul.reference import Reference
 from tests.kernels.unfused import unfused

@@ -345,3 +345,10 @@ def test_without_jax_triton_the_backend_says_so() -> None:
     x, q = jnp.ones((2, 64)), fb.quantize(jnp.ones((8, 64)), "int4_g32")
     problem = Problem(Operand.of(x), Operand.of(q), (((1,), (1,)), ((), ())))
     assert TritonGPU().unsupported(problem) == "it runs on cuda through jax-triton, which is not installed"
+
+
+def test_several_devices_leave_it_aside() -> None:
+    problem = Problem(
+        Operand((2, 64), "float32", None), Operand((8, 64), "float32", fb.SCHEMES["int8"]), (((1,), (1,)), ((), ()))
+    )
+    assert str(TritonGPU().not_chosen(problem)).startswith("there are several devices")

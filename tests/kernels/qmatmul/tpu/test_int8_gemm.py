@@ -14,7 +14,7 @@ from fewbit.kernels.qmatmul import PallasTPU, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 from fewbit.kernels.qmatmul.tpu.blocks import Config, bytes_moved
 from fewbit.kernels.qmatmul.tpu.int8_blocks import Pair
-from fewbit.kernels.qmatmul.tpu.int8_gemm import CodeProduct, paired_stacks
+from fewbit.kernels.qmatmul.tpu.int8_gemm import PairedProduct, paired_stacks
 from fewbit.kernels.qmatmul.tpu.kernel import blocks_of
 
 LAST, FIRST = ((((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())))
@@ -143,7 +143,7 @@ def test_it_is_lowered_for_tpus_from_packed_bytes(left: str, right: str, axis: i
 def test_bytes_moved_are_the_bytes_held(left: str, right: str, axis: int, shape: tuple[int, int]):
     x, q = abstract(left, right, axis, shape)
     pair = Pair.of(x, q, contracts_last=axis == -1, result=jnp.bfloat16)
-    moved = bytes_moved(blocks_of(CodeProduct(pair), x, q), pair.grid)
+    moved = bytes_moved(blocks_of(PairedProduct(pair), x, q), pair.grid)
     again, rows = pair.grid[1], x.shape[1]
     assert moved.pop("x") == x.codes.size * again
     assert moved.pop("x_scale") == 4 * rows

@@ -10,10 +10,9 @@ from jaxtyping import PyTree
 
 from ....array.qarray import QArray
 from ...backend import AbstractBackend
+from ...buffers import LEVELS, code_values, flat, scale_buffers
 from ...extension import device_refusal, extension
-from ...qmatmul.cpu.ffi import LEVELS, code_values, flat, scale_buffers
-from ...qmatmul.problem import Operand
-from ..problem import AttentionProblem, Block, KVValues, Queries
+from ..problem import AttentionProblem, Block, KVValues, Operand, Queries
 
 _FLOATS = ("float32", "bfloat16", "float16")
 

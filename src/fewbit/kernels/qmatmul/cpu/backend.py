@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from ....array.packing import codes_per_unit
 from ....array.qarray import QArray
 from ....array.scheme import Scheme
-from ...extension import device_refusal, extension
+from ...extension import ARM64_ISAS, device_refusal, extension
 from ..blocks import block_refusal, refused_weight
 from ..integer_codes import is_whole
 from ..kernel import AbstractKernel
@@ -62,8 +62,13 @@ class Cpu(AbstractKernel):
         return device_refusal()
 
     def about(self) -> str:
-        isa = self.isa or extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").isa
-        return f"compiled for {isa}; programs for other platforms use their own kernels, or the reference"
+        best = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").isa
+        tested = ""
+        if best in ARM64_ISAS:
+            tested = "; experimental: tested in an emulator only"
+        return (
+            f"compiled for {self.isa or best}{tested}; programs for other platforms use their own kernels, or the reference"
+        )
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
         del (

@@ -8,9 +8,9 @@ from jax.typing import DTypeLike
 from ....array.qarray import QArray
 from ....array.quantize import scale_values
 from ....formats.integer import Integer
+from ...buffers import INTEGER_LEVELS, flat, scale_buffers, stored_zeros, stream_order
 from ..blocks import block_numbers
 from ..matrix_view import contracted_axis
-from .ffi import INTEGER_LEVELS, flat, scale_buffers, stored_zeros, stream_order
 
 TARGET = "fewbit_integer_blocks"
 

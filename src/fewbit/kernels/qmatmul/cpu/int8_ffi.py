@@ -10,10 +10,10 @@ from ....array.qarray import QArray
 from ....array.quantize import scale_values
 from ....formats.format import AbstractFormat
 from ....formats.integer import Integer
+from ...buffers import INTEGER_LEVELS, flat
 from ..code_product import code_values
 from ..integer_codes import shift
 from ..matrix_view import contracted_axis
-from .ffi import INTEGER_LEVELS, flat
 
 TARGET = "fewbit_integers"
 

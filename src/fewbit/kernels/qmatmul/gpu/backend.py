@@ -11,10 +11,11 @@ from jax.typing import DTypeLike
 
 from ....array.qarray import QArray
 from ....array.scheme import Scheme
+from ...lowering import split_refusal
 from ..kernel import AbstractKernel
 from ..matrix_view import MatrixView
+from ..precision import float32_precision, refused_float32_precision
 from ..problem import Problem
-from ..tpu.problem import float32_precision
 from .config import Gpu, GpuConfig, blocks_for, gpu_config
 from .weight import Matrix
 
@@ -36,15 +37,13 @@ class TritonGPU(AbstractKernel):
         dtype = problem.activation.dtype
         if dtype not in ("bfloat16", "float16", "float32"):
             return f"the activations are {dtype}; bfloat16, float16 and float32 are supported"
-        try:
-            float32_precision(problem.precision)
-        except ValueError:
-            return f"precision is {problem.precision!r}; None or a name of jax.lax.Precision is expected"
+        if reason := refused_float32_precision(problem.precision):
+            return reason
         rows, columns = (axis.length for axis in weight.merged)
         return _matrix(weight.scheme, rows, columns, contracts_cols=weight.contracts_cols).unsupported()
 
     def not_chosen(self, problem: Problem) -> str | None:
-        return _cannot_split()
+        return split_refusal()
 
     def about(self) -> str:
         return "Triton; experimental: tested in an interpreter and cross-compiled, not yet run on a GPU"
@@ -73,13 +72,6 @@ class TritonGPU(AbstractKernel):
         )
         leaves = q.codes, q.scale, q.zero_point, q.tensor_scale
         return _called(launch, matrix, x, leaves, sizes)[0].astype(dtype)
-
-
-def _cannot_split() -> str | None:
-    """Why the kernels are not chosen on several devices; None on one."""
-    if jax.device_count() == 1:
-        return None
-    return "there are several devices, and XLA cannot partition the kernel; use it within jax.shard_map"
 
 
 def _matrix(scheme: Scheme, rows: int, columns: int, *, contracts_cols: bool) -> Matrix:

@@ -48,7 +48,7 @@ class Pair:
 
     @classmethod
     def of(cls, x: QArray, q: QArray, *, contracts_last: bool, result: DTypeLike, config: Config = PAIRS) -> "Pair":
-        """The product of `[B, M, K]` bytes with `[B, R, C]`, as `paired_product` passes them."""
+        """The product of `[B, M, K]` bytes with `[B, R, C]`, as `paired_stacks` passes them."""
         k_axis, codes = contracted_axis(contracts_last), 8 // q.scheme.format.bits
         k, n = q.shape[k_axis], q.shape[3 - k_axis]
         tile = None

@@ -57,11 +57,11 @@ def paired_stacks(
     Integer sums are exact within a tile; tiles are added in float32.
     """
     pair = Pair.of(x, q, contracts_last=contracts_last, result=result, config=config)
-    return stacked(CodeProduct(pair), x, q, interpret=interpret).astype(result)
+    return stacked(PairedProduct(pair), x, q, interpret=interpret).astype(result)
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeProduct(AbstractProduct):
+class PairedProduct(AbstractProduct):
     """Codes times packed codes: one part per scale tile along K.
 
     Attributes:

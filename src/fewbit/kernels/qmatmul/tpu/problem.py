@@ -18,6 +18,7 @@ from ....array.scheme import Scheme
 from ....formats.format import AbstractFormat
 from ....formats.integer import Integer
 from ...pallas.decode import undecodable
+from ..precision import float32_precision, refused_float32_precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +161,8 @@ def refusal(scheme: Scheme, tile: int | None, *dtypes: DTypeLike, precision: obj
     for dtype in dtypes:
         if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
             return f"it multiplies bfloat16 and float32, not {jnp.dtype(dtype).name}"
-    try:
-        float32_precision(precision)
-    except ValueError:
-        return f"precision is {precision!r}; None or a name of jax.lax.Precision is expected"
+    if reason := refused_float32_precision(precision):
+        return reason
     planes = codes_per_unit(scheme.format.bits, scheme.packing)
     for fmt in (scheme.format, scheme.scale, scheme.zero_point):
         if isinstance(fmt, AbstractFormat) and (reason := undecodable(fmt)) is not None:
@@ -180,20 +179,6 @@ def kernel_dtype(dtype: DTypeLike) -> np.dtype:
     if dtype == jnp.bfloat16:
         return np.dtype(jnp.bfloat16)
     return np.dtype(np.float32)
-
-
-def float32_precision(precision: object) -> jax.lax.Precision:
-    """The precision of float32 products: HIGHEST unless DEFAULT (one bfloat16 pass) is named.
-
-    >>> float32_precision(None).name, float32_precision("default").name
-    ('HIGHEST', 'DEFAULT')
-    """
-    if not isinstance(precision, tuple):
-        precision = (precision,)
-    named = {None if side is None else jax.lax.Precision(side) for side in precision}
-    if named == {jax.lax.Precision.DEFAULT}:
-        return jax.lax.Precision.DEFAULT
-    return jax.lax.Precision.HIGHEST
 
 
 def _planes(scheme: Scheme, *, halves: bool) -> int:

@@ -31,7 +31,7 @@ from ....array.qarray import QArray
 from .blocks import Block, Config, Cut
 from .gemm import DecodedProduct
 from .int8_blocks import Pair
-from .int8_gemm import CodeProduct
+from .int8_gemm import PairedProduct
 from .kernel import AbstractProduct, accumulate, varying_axes
 from .problem import Form
 
@@ -103,7 +103,7 @@ def grouped_pair(
 ) -> jax.Array:
     """`AbstractKernel.grouped_pair`; other arguments as in `int8_gemm.paired_stacks`."""
     pair = Pair.of(x, q, contracts_last=contracts_last, result=result, config=config)
-    return _grouped(CodeProduct(pair), x, q, sizes, interpret=interpret).astype(result)
+    return _grouped(PairedProduct(pair), x, q, sizes, interpret=interpret).astype(result)
 
 
 def grouped_blocks(product: AbstractProduct, x: Any, q: QArray) -> list[Block]:
