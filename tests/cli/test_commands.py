@@ -271,7 +271,9 @@ def test_the_demo_on_a_small_model(tmp_path):
     assert (out / "quality.svg").stat().st_size > 1000
     page = (out / "report.html").read_text()
     assert page.startswith(MARKER) and "nats at" in page
-    assert page.count("<svg ") == 1 + 5 + 5 * 5 + 1  # quality; of each recipe a map and histograms; inputs
+    assert (
+        page.count("<svg ") == 1 + 5 + 5 * 5 + 1 + 1
+    )  # quality; of each recipe a map and histograms; the chosen one; inputs
     assert "0 errors, 0 warnings" in run("verify", out / "model-nf4").stdout
 
 

@@ -61,4 +61,4 @@ def test_a_stopped_run_leaves_what_stood_and_a_second_run_finishes(tmp_path, kin
     assert done.returncode == 0, done.stderr
     assert re.search(r"^resuming: \d+ of 6 tensors, \d+ MB, were finished by an earlier run$", done.stderr, re.MULTILINE)
     assert len(io.read(tmp_path / "out").tensors) == 6
-    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out", "rules.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out", ".out.fewbit-source", "rules.json"}

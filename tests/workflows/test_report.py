@@ -13,13 +13,14 @@ import fewbit as fb
 from fewbit.array.quantize import dequantize
 from fewbit.array.quantize import quantize as quantize_array
 from fewbit.errors import QuantError
-from fewbit.evaluate.report.facts import Report
+from fewbit.evaluate.report.facts import WORST, Report
 from fewbit.models import find_text
 from fewbit.workflows import compare, evaluation_windows, load, plan_model, quantize, weight_sqnr
 from fewbit.workflows.convert.targets import fitted
 from fewbit.workflows.evaluate import baseline, evaluate
 from fewbit.workflows.inspect import file_bytes
-from fewbit.workflows.report import HISTOGRAMS, _histogram, _in_units, candidate_facts, report
+from fewbit.workflows.report import _histogram, _in_units, candidate_facts, report
+from tests.each_scheme import each_scheme
 from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers, text_file
 
 pytestmark = needs_tokenizers
@@ -66,14 +67,17 @@ def test_every_tensor_has_its_role_its_reason_and_its_error(facts, model, source
     assert sum(group.count for group in left) == sum(not tensor.is_quantized for tensor in by_path.values())
 
 
-def test_histograms_are_those_of_the_worst_weights(facts, model, source):
+def test_every_quantized_weight_has_a_histogram(facts, model, source):
     tensors, histograms = facts.models[0].tensors, facts.models[0].histograms
-    lossy = sorted((t for t in tensors if t.is_quantized and t.sqnr_db < math.inf), key=lambda t: t.sqnr_db)
-    assert [h.path for h in histograms] == [t.path for t in lossy[:HISTOGRAMS]] and len(histograms) == HISTOGRAMS
+    quantized = [tensor for tensor in tensors if tensor.is_quantized]
+    assert [(h.path, h.sqnr_db) for h in histograms] == [(t.path, t.sqnr_db) for t in quantized] and len(quantized) > WORST
+    lowest = sorted(quantized, key=lambda tensor: tensor.sqnr_db)[:WORST]
+    assert [h.path for h in facts.models[0].worst] == [t.path for t in lowest]
     for found in histograms:
         assert sum(found.counts) == math.prod(model.info[found.path].shape)
-        assert found.numbers == tuple(sorted(fb.formats.nf4.values())) and found.clipped == 0
-        assert found.low < -1 and found.high > 1  # nf4 reaches from -1 to 1, and blocks are scaled to it
+        assert found.amax == np.abs(source.load(found.path)).max()
+        assert found.numbers == tuple(sorted(model.info[found.path].scheme.format.values())) and found.clipped == 0
+        assert found.low < found.numbers[0] and found.high > found.numbers[-1]
 
 
 @pytest.mark.parametrize("scheme", ["int4", "q4_1", "uint4", "nf4"])
@@ -91,13 +95,36 @@ def test_blocks_of_scale_zero_have_no_units():
     assert _in_units(x, empty).size == 64
 
 
-def test_clipped_weights_are_counted(model, source):
-    tensor = next(t for t in report([model], source, quality=False).models[0].tensors if t.path == "layers/0/mlp/up")
-    q = model.load(tensor.path)
-    tighter = dataclasses.replace(q, scale=q.scale / 4)
-    found = _histogram(dataclasses.replace(model, load=lambda path: tighter), source, tensor)
+def histogram_of(x, q, facts, model, source):
+    """The histogram of a float weight and its quantized form."""
+    models = dataclasses.replace(model, load=lambda path: q), dataclasses.replace(source, load=lambda path: x)
+    return _histogram(*models, facts.models[0].tensors[0], 20.0)
+
+
+def test_clipped_weights_are_counted(facts, model, source):
+    x, q = source.load("layers/0/mlp/up"), model.load("layers/0/mlp/up")
+    found = histogram_of(x, dataclasses.replace(q, scale=q.scale / 4), facts, model, source)
     assert 0.1 < found.clipped < 0.9 and sum(found.counts) == q.size
     assert (found.low, found.high) == (-3.0, 3.0)  # what lies further out is in the outermost bins
+
+
+def test_clipped_weights_are_counted_where_an_edge_is_no_float32(facts, model, source):
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    q = quantize_array(x, fb.Scheme(fb.formats.Codebook("odd", (-1.0, 0.0, 0.2)), {...: 1, -1: 32}))
+    found = histogram_of(x, dataclasses.replace(q, scale=q.scale / 8), facts, model, source)
+    assert found.low == float(np.float32(-2.2)) < -2.20000003 and sum(found.counts) == x.size
+    assert found.counts[0] > 0 and found.counts[-1] > 0
+
+
+@each_scheme(("int8", "nf4", "q4_1", "nvfp4"))
+def test_histograms_of_every_scheme(name, facts, model, source):
+    x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    q = quantize_array(x, name)
+    found = histogram_of(x, q, facts, model, source)
+    numbers = q.scheme.format.values()
+    assert sum(found.counts) == x.size and found.amax == np.abs(x).max()
+    assert set(found.numbers) == set(numbers[np.isfinite(numbers)].tolist()) and found.low < found.numbers[0]
+    assert list(found.numbers) == sorted(found.numbers) and found.numbers[-1] < found.high and 0 <= found.clipped < 0.5
 
 
 @pytest.mark.slow
@@ -126,7 +153,7 @@ def test_a_model_that_cannot_be_run_says_why(model, source):
     without = dataclasses.replace(source, tokenizer=None, why_no_tokenizer="none was given")
     one = report([dataclasses.replace(model, tokenizer=None, why_no_tokenizer="none was given")], without).models[0]
     assert one.quality is None and one.why_no_quality.endswith("has no tokenizer: none was given")
-    assert len(one.histograms) == HISTOGRAMS
+    assert len(one.worst) == WORST
 
 
 @pytest.mark.slow

@@ -63,10 +63,19 @@ INSTALLED = {"smollm2": smollm2_gguf, "glassllm": glassllm_npz, "minilm": minilm
 """The models of installed packages, by the names that `load` takes."""
 
 
+def is_installed_name(path: str | os.PathLike[str]) -> bool:
+    """Whether `load` takes a path for the name of a model from an installed package.
+
+    Args:
+        path: what `load` is given.
+    """
+    return os.fspath(path) in INSTALLED and not Path(path).exists()
+
+
 def _resolved(path: str | os.PathLike[str]) -> str:
     """The path itself, or the path of the installed model of that name."""
     name = os.fspath(path)
-    if name in INSTALLED and not Path(name).exists():
+    if is_installed_name(name):
         return str(INSTALLED[name]())
     is_word = name and "." not in name and "/" not in name
     if is_word and not Path(name).exists():

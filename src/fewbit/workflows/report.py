@@ -37,11 +37,10 @@ from .inspect import file_bytes
 from .methods.calibration_data import calibration_data
 from .methods.inputs import measured_inputs
 from .model import Model, Value, decoded
-from .plan import KEEP, RecipeSpec, plan_model, split_numbers
+from .origin import origin
+from .plan import RecipeSpec, plan_model, split_numbers
 from .tensors import Outcome
 
-HISTOGRAMS = 5
-"""The number of weights whose histogram is drawn."""
 INPUT_WINDOWS = 8
 """The windows of the calibration text on which the inputs of products are measured."""
 _BINS = 96
@@ -145,7 +144,7 @@ def _model_facts(
         sqnr, notes = measured.sqnr_db, measured.notes
     else:  # not measured, or by names in the files
         sqnr, notes = weight_sqnr(model, source)
-    facts = _origin(model.facts)
+    facts = origin(model.facts)
     named = _text(facts, "source", "name")
     if named and named != source.name:
         notes = (*notes, f"its manifest says that it was made from {named}, not from {source.name}")
@@ -156,9 +155,8 @@ def _model_facts(
     made = None
     if recipe and not recipe.endswith(".json"):  # a manifest names no file that we would read
         made = _plan(source, recipe)
-    advance(0.8, "histograms")
     stored = _stored_model(model, file_bytes(model.path))
-    found = _facts(model, source, stored, made, sqnr)
+    found = _facts(model, source, stored, made, sqnr, lambda part: advance(0.8 + 0.2 * part, "histograms"))
     return dataclasses.replace(
         found,
         source=named,
@@ -223,8 +221,10 @@ def quantized_report(
         The facts; without a quality no activations are measured, either.
     """
     sqnr, notes = weight_sqnr(model, source) if quality is None else (quality.sqnr_db, quality.notes)
+    advance = progress or (lambda part, detail: None)
+    stored, charts = _stored_model(model, file_bytes(model.path)), 1.0 if quality is None else 0.5
     facts = dataclasses.replace(
-        _facts(model, source, _stored_model(model, file_bytes(model.path)), plan, sqnr),
+        _facts(model, source, stored, plan, sqnr, lambda part: advance(charts * part, "histograms")),
         source=source.name,
         recipe=plan.recipe,
         method=method,
@@ -234,7 +234,7 @@ def quantized_report(
     )
     if quality is None:
         return Report(_stored_source(source), (facts,), None, why_no_quality)
-    return source_report(source, [facts], progress=progress)
+    return source_report(source, [facts], progress=lambda part, detail: advance(charts + (1 - charts) * part, detail))
 
 
 def _info(value: Value, dtype: str) -> TensorInfo:
@@ -244,15 +244,21 @@ def _info(value: Value, dtype: str) -> TensorInfo:
     return TensorInfo(value.shape, np.dtype(value.dtype).name, np.dtype(value.dtype).name, int(value.nbytes))
 
 
-def _facts(model: Model, source: Model, stored: StoredModel, made: Plan | None, sqnr: Mapping[str, float]) -> ModelFacts:
-    """What the weights of a model say: its tensors, and the histograms of the worst."""
-    tensors = _tensors(model, source, made, sqnr)
-    lossy = [
-        t for t in tensors if t.sqnr_db is not None and math.isfinite(t.sqnr_db) and model.info[t.path].scheme is not None
-    ]
-    worst = sorted(lossy, key=lambda tensor: tensor.sqnr_db or 0.0)[:HISTOGRAMS]
-    histograms = tuple(_histogram(model, source, tensor) for tensor in worst)
-    return ModelFacts(stored, "", "", "", None, "", tensors, histograms, ())
+def _facts(
+    model: Model,
+    source: Model,
+    stored: StoredModel,
+    made: Plan | None,
+    sqnr: Mapping[str, float],
+    progress: Callable[[float], None] = lambda part: None,
+) -> ModelFacts:
+    """What the weights of a model say: its tensors and their histograms, one tensor in memory at a time."""
+    tensors, histograms = _tensors(model, source, made, sqnr), []
+    charted = [tensor for tensor in tensors if tensor.path in sqnr and model.info[tensor.path].scheme is not None]
+    for i, tensor in enumerate(charted):
+        progress(i / len(charted))
+        histograms.append(_histogram(model, source, tensor, sqnr[tensor.path]))
+    return ModelFacts(stored, "", "", "", None, "", tensors, tuple(histograms), ())
 
 
 def _check_same_parameters(model: Model, source: Model) -> None:
@@ -318,15 +324,6 @@ def _measured_quality(quality: Quality) -> MeasuredQuality:
 
 def _stored_model(model: Model, on_disk: int | None) -> StoredModel:
     return StoredModel(model.name, str(model.path), model.kind, model.size, on_disk, model.nbytes)
-
-
-def _origin(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The facts of the model that was quantized, where it was only copied since."""
-    source = facts.get("source")
-    while facts.get("recipe") == KEEP and isinstance(source, Mapping) and isinstance(source.get("facts"), Mapping):
-        facts = source["facts"]
-        source = facts.get("source")
-    return facts
 
 
 def _text(facts: Mapping[str, Any], *keys: str) -> str:
@@ -404,7 +401,7 @@ def _is_quantized(info: TensorInfo) -> bool:
     return info.scheme is not None or info.nbytes < math.prod(info.shape) * jnp.dtype(info.dtype).itemsize
 
 
-def _histogram(model: Model, source: Model, tensor: TensorFacts) -> Histogram:
+def _histogram(model: Model, source: Model, tensor: TensorFacts, sqnr_db: float) -> Histogram:
     """The float weights over their blocks' scales, and the numbers of the format."""
     q, x = model.load(tensor.path), np.asarray(decoded(source.load(tensor.path)), np.float32)
     assert isinstance(q, QArray)
@@ -415,15 +412,17 @@ def _histogram(model: Model, source: Model, tensor: TensorFacts) -> Histogram:
     reach = largest - smallest
     low = max(smallest - reach, min(smallest - 0.05 * reach, float(units.min(initial=smallest))))
     high = min(largest + reach, max(largest + 0.05 * reach, float(units.max(initial=largest))))
-    counts, _ = np.histogram(np.clip(units, low, high), bins=_BINS, range=(low, high))
+    low, high = float(np.float32(low)), float(np.float32(high))  # as units are, so that clipped ones stay inside
     # A scale that was rounded down leaves the largest element a little beyond the largest number.
     below, above = smallest - (numbers[1] - numbers[0]) / 2, largest + (numbers[-1] - numbers[-2]) / 2
-    outside = np.count_nonzero((units < below) | (units > above))
+    outside = np.count_nonzero(units < below) + np.count_nonzero(units > above)
+    counts, _ = np.histogram(np.clip(units, low, high, out=units), bins=_BINS, range=(low, high))
     return Histogram(
         path=tensor.path,
         stored=tensor.stored,
         format=q.scheme.format.name,
-        sqnr_db=float(tensor.sqnr_db or 0.0),
+        sqnr_db=sqnr_db,
+        amax=float(np.abs(x).max(initial=0.0)),
         low=low,
         high=high,
         counts=tuple(counts.tolist()),

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -29,12 +28,12 @@ from fewbit.evaluate.report.facts import (
 )
 from fewbit.evaluate.report.template import _STYLE, MARKER
 from fewbit.models import is_installed
+from tests.evaluate.report.browser import CHROMIUM, Browser
 
 pytestmark = pytest.mark.skipif(not is_installed("matplotlib"), reason="needs pip install fewbit[plot]")
 
 EVIL = '<script>alert("1")</script>&$x$\u4e2d'
 VOID = {"meta", "link", "br", "input"}
-CHROMIUM = "/usr/bin/chromium"
 
 
 def tensor(path, kind, layer, sqnr_db, *, stored="nf4", role="matmul", reason=""):
@@ -64,10 +63,11 @@ def facts():
     )
     numbers = (-1.0, 0.0, 1.0)
     histograms = tuple(
-        Histogram(path, "nf4", "nf4", 18.25, -1.5, 1.5, (3, 9, 4), numbers, 0.01) for path in (EVIL, "layers/0/attn/q")
+        Histogram(one.path, "nf4", "nf4", one.sqnr_db, 0.75, -1.5, 1.5, (3, 9, i), numbers, 0.01)
+        for i, one in enumerate(tensors[:3])
     )
     one = ModelFacts(stored("a"), "hf", "nf4", "rtn", quality(0.2), "", tensors, histograms, (EVIL,))
-    two = ModelFacts(stored("b"), "", "", "", None, f"no tokenizer {EVIL}", tensors[:2], (), ())
+    two = ModelFacts(stored("b"), "", "", "", None, f"no tokenizer {EVIL}", tensors[:2], histograms[:1], ())
     outlier = InputFacts(f"layers/0/{EVIL}", 0, 64, 120.0, 0.5, 7, 31.5)
     calm = InputFacts("layers/1/attn/q,k,v", 1, 64, 5.0, 1.0, 3, 1.25)
     experts = {"layers/1/mlp/experts": (0, 40, 300, 0), f"layers/0/{EVIL}": (9,)}
@@ -115,7 +115,7 @@ def page(text):
 
 def test_it_is_one_page_that_loads_nothing(text, page):
     assert text.startswith(MARKER)
-    assert len(page.all("script")) == len(page.all("style")) == 1
+    assert page.all("script") == [{"type": "application/json", "id": "weights"}, {}] and len(page.all("style")) == 1
     loading = ("src", "href", "xlink:href", "action", "data", "srcset", "poster")
     targets = [value for _, attributes in page.elements for key, value in attributes.items() if key in loading]
     assert targets and all(value.startswith("#") or value == "data:," for value in targets)
@@ -147,17 +147,19 @@ def test_headings_and_labels(page):
 
 def test_what_comes_from_files_is_escaped(text, page):
     assert "<script>alert" not in text
-    shown = "".join(data for tag, data in page.texts if tag in ("th", "h1", "h4", "li"))
+    shown = "".join(data for tag, data in page.texts if tag in ("th", "a", "h1", "h4", "li"))
     assert shown.count(EVIL) >= 4
 
 
 def test_every_tensor_has_a_row(page):
     rows = [attributes["data-state"] for attributes in page.all("tr") if "data-state" in attributes]
     assert rows == ["quantized"] * 3 + ["float"] * 2 + ["quantized"] * 2
-    cells = [data for tag, data in page.texts if tag in ("td", "th")]
+    cells = [data for tag, data in page.texts if tag in ("td", "th", "a")]
     for value in ("layers/1/attn/q", "64x64", "nf4", "16,384", "2,304", "4.500", "20.31", "=", "no product contracts it"):
         assert value in cells
     assert "7 of 7 tensors" in {data for _, data in page.texts}
+    charts = [attributes.get("data-weight") for attributes in page.all("tr") if "data-state" in attributes]
+    assert charts == ["0", "1", "2", None, None, "3", None]
 
 
 def test_the_summary_and_the_charts_say_what_was_measured(page, text):
@@ -172,7 +174,7 @@ def test_the_summary_and_the_charts_say_what_was_measured(page, text):
         assert said in words
     assert "KL divergence over bits per weight: a 0.2 nats at 4.297 bits" in words
     assert words.count("not measured") >= 3
-    assert len(page.all("svg")) == 1 + 2 + 2 + 1  # quality, two maps, two histograms, inputs
+    assert len(page.all("svg")) == 1 + 2 + 3 + 1 + 1  # quality, two maps, the worst weights, the chosen one, inputs
     assert "currentColor" in text and "#0a0b0c" not in text
 
 
@@ -229,12 +231,13 @@ def test_weights_that_are_not_finite_are_not_called_equal(facts):
 
 def test_without_quality_and_without_loss(facts):
     exact = tuple(dataclasses.replace(t, sqnr_db=math.inf) for t in facts.models[0].tensors[:2])
-    models = (dataclasses.replace(facts.models[1], tensors=exact), dataclasses.replace(facts.models[1], tensors=()))
+    without = dataclasses.replace(facts.models[1], histograms=facts.models[0].histograms[1:2])
+    models = (dataclasses.replace(without, tensors=exact), dataclasses.replace(without, tensors=(), histograms=()))
     words = " ".join(data for _, data in Page(report_page(dataclasses.replace(facts, models=models))).texts)
     assert "No chart: the quality of no model was measured" in words
     assert "Every weight of its layers is equal to the source's." in words
     assert "No SQNR was measured for weights of numbered layers." in words
-    assert "No quantized weight lost anything that was measured." in words
+    assert words.count("No quantized weight lost anything that was measured.") == 2
 
 
 def test_the_same_facts_give_the_same_bytes(facts, text):
@@ -340,40 +343,104 @@ def test_matplotlib_is_asked_for_first(tmp_path, monkeypatch):
 # --- in a browser ---
 
 
-def browse(page, profile, *options):
-    """What Chromium prints for a page."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    flags += ["--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"]
-    command = [CHROMIUM, *flags, f"--user-data-dir={profile}", *options, page]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(params=[(375, True), (1280, False)], ids=["phone-dark", "desktop-light"])
+def opened(request, browser, facts, tmp_path):
+    """A browser with the page of the facts, as it opens for a fragment. No message may come to its console."""
+    path, (width, is_dark) = save_page(tmp_path / "r.html", facts), request.param
+    before = len(browser.messages)
+
+    def open_at(fragment):
+        browser.open(f"{path.as_uri()}#{fragment}", width=width, is_dark=is_dark)
+        return browser
+
+    yield open_at
+    assert browser.messages[before:] == []
+    assert browser.value("document.documentElement.scrollWidth") <= width == browser.value("innerWidth")
+
+
+def rows_shown(browser):
+    return browser.value("Array.from(document.querySelectorAll('tr[data-state]'), row => !row.hidden)")
+
+
+def chosen(browser):
+    """The text of the chosen weight, and the outline of its bars."""
+    text = browser.value("document.getElementById('chosen-caption').textContent")
+    return text, browser.value("document.querySelector('#chosen-chart .bars').getAttribute('d')")
+
+
+def focus(browser, element):
+    browser.value(f"document.{element}.focus()")
+
+
+needs_browser = pytest.mark.skipif(shutil.which(CHROMIUM) is None, reason=f"needs {CHROMIUM}")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which(CHROMIUM) is None, reason=f"needs {CHROMIUM}")
-def test_a_browser_shows_it_and_filters(facts, tmp_path):
-    path = save_page(tmp_path / "r.html", facts)
-    dom = browse(f"{path.as_uri()}#q=attn&show=quantized", tmp_path / "profile", "--dump-dom")
-    rows = re.findall(r'<tr data-state="(\w+)"( hidden="")?>', dom)
-    assert (
-        rows
-        == [("quantized", "")] * 2 + [("quantized", ' hidden=""'), *[("float", ' hidden=""')] * 2] + [("quantized", "")] * 2
-    )
-    assert ">4 of 7 tensors<" in dom
-    # A script of the test, which the page's policy would refuse, types and chooses in a frame as wide as a phone.
-    page = html.escape(re.sub("<meta http-equiv[^>]*>", "", path.read_text()))
-    probe = """<script>onload = () => {
-      const {document: page, Event: Made, innerWidth} = document.querySelector("iframe").contentWindow;
-      const [search, filter, shown] = ["search", "filter", "shown"].map(id => page.getElementById(id));
-      search.value = "layers Q"; search.dispatchEvent(new Made("input"));
-      const typed = shown.textContent;
-      search.value = ""; filter.value = "float"; filter.dispatchEvent(new Made("change"));
-      document.title = [typed, shown.textContent, page.documentElement.scrollWidth, innerWidth].join("|");
-    }</script>"""
-    probed = path.with_name("probed.html")
-    probed.write_text(f'<!doctype html><title></title><iframe width="375" height="800" srcdoc="{page}"></iframe>{probe}')
-    dom = browse(probed.as_uri(), tmp_path / "profile", "--dump-dom")
-    typed, chosen, width, window = re.search(r"<title>(.*?)</title>", dom)[1].split("|")
-    assert (typed, chosen) == ("4 of 7 tensors", "2 of 7 tensors")
-    assert int(width) <= int(window) == 375
+@needs_browser
+def test_a_browser_filters_the_plan(opened):
+    browser = opened("q=attn&show=quantized")
+    assert rows_shown(browser) == [True, True, False, False, False, True, True]
+    assert browser.value("shown.textContent") == "4 of 7 tensors"
+    browser.value("search.value = ''")
+    focus(browser, "getElementById('search')")
+    browser.type("layers/1 Q")
+    assert browser.value("shown.textContent") == "2 of 7 tensors"
+    browser.value("search.value = ''; filter.value = 'float'; filter.dispatchEvent(new Event('change'))")
+    assert rows_shown(browser) == [False, False, False, True, True, False, False]
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_browser_draws_the_weight_that_is_chosen(opened):
+    browser = opened("")
+    first = chosen(browser)
+    assert first[0] == "a, layers/0/attn/q: nf4, 20.31 dB, largest magnitude 0.75, 3 numbers of nf4, 1 % clipped"
+    assert browser.value("document.querySelector('#chosen-chart .grid').getAttribute('d').match(/V/g).length") == 3
+    assert browser.value("found.textContent") == "4 of 4 weights"
+    focus(browser, "getElementById('weight')")
+    browser.press("ArrowDown")
+    second = chosen(browser)
+    assert second[0].startswith("a, layers/1/attn/q: nf4, equal to the source's, ") and second[1] != first[1]
+    browser.press("ArrowUp")
+    assert chosen(browser) == first
+
+    focus(browser, "getElementById('weight-search')")
+    browser.type("B attn")
+    assert chosen(browser)[0].startswith("b, layers/0/attn/q: ")
+    assert browser.value("found.textContent") == "1 of 4 weights"
+    browser.press("Tab")
+    assert browser.value("document.activeElement.id") == "weight"
+
+    focus(browser, "querySelectorAll('tr[data-weight] a')[2]")
+    browser.press("Enter")
+    assert chosen(browser)[0].startswith(f"a, layers/0/{EVIL}: nf4, 18.25 dB")
+    assert browser.value("document.activeElement.id") == "chosen"
+    assert browser.value("[found.textContent, list.value, weightSearch.value]") == ["4 of 4 weights", "2", ""]
+
+    browser.click("document.querySelector('tr[data-weight=\"1\"]').cells[2]")
+    assert chosen(browser) == second
+    browser.click("document.querySelector('tr[data-state=float]').cells[2]")
+    assert chosen(browser) == second
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_fragment_chooses_a_weight(opened):
+    assert chosen(opened("weight=layers/1/attn/q"))[0].startswith("a, layers/1/attn/q: ")
+    assert chosen(opened("weight=nothing"))[0].startswith("a, layers/0/attn/q: ")
+
+
+@pytest.mark.slow
+@needs_browser
+def test_without_histograms_there_is_nothing_to_choose(browser, facts, tmp_path):
+    without = tuple(dataclasses.replace(model, histograms=()) for model in facts.models)
+    path = save_page(tmp_path / "r.html", dataclasses.replace(facts, models=without))
+    before = len(browser.messages)
+    browser.open(f"{path.as_uri()}#weight=x", width=375)
+    assert browser.value("document.getElementById('chooser').hidden") and browser.messages[before:] == []

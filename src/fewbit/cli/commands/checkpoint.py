@@ -144,6 +144,7 @@ def quantize(
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.load import load
     from ...workflows.methods.folding import with_scaling
+    from ...workflows.origin import record_source
     from ..console import emit_json, say
     from ..quantize_report import (
         can_evaluate,
@@ -225,6 +226,7 @@ def quantize(
         outcome = written(source, made, output, to=to, overwrite=overwrite, log=log, chosen=chosen)
     if not is_first:
         return
+    record_source(output, model)
     quality, lines = None, [f"quality check skipped: {skipped}"]
     if skipped is None:
         quality = evaluated(outcome.path, source, text)
@@ -296,6 +298,7 @@ def convert(
     """Writes a model in another layout; quantized weights stay as they are."""
     from ...workflows.convert.targets import check_path, check_target
     from ...workflows.load import load
+    from ...workflows.origin import record_source, recorded_source
     from ...workflows.plan import KEEP, plan_model
     from ..console import emit_json, say
     from ..quantize_report import outcome_record, written
@@ -306,6 +309,7 @@ def convert(
     made = plan_model(opened, recipe=KEEP)
     check_target(to, opened, made)
     outcome = written(opened, made, output, to=to, overwrite=overwrite, log=log)
+    record_source(output, recorded_source(opened.path))
     if json:
         emit_json({"model": str(model), "to": to, "outcome": outcome_record(outcome), "notes": opened.notes})
         return

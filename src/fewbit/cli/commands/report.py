@@ -17,7 +17,13 @@ def report(
         list[Path],
         typer.Argument(metavar="MODEL", parser=path_argument, help="One or several quantized models of one source."),
     ],
-    against: Annotated[Path, path_option("--against", help="The model that they were quantized from.")],
+    against: Annotated[
+        Path | None,
+        path_option(
+            "--against",
+            help="The model that they were quantized from; default the one that `fewbit quantize` read, if it is there.",
+        ),
+    ] = None,
     output: Annotated[Path, path_option("--output", "-o", help="The page to write.")] = Path("report.html"),
     text: TextName = None,
     quality: Annotated[
@@ -35,6 +41,7 @@ def report(
     """
     from ...evaluate.report.page import check_page_path, save_page
     from ...workflows.load import load
+    from ...workflows.origin import source_of
     from ...workflows.report import report as reported
     from ..console import emit_json, note, plain, say
     from ..progress import progress_bar
@@ -42,7 +49,8 @@ def report(
     if text is not None and not quality:
         raise QuantError("--text is the text of the quality, but --no-quality leaves it out; drop one of the two")
     check_page_path(output, overwrite=overwrite)
-    opened, source = [load(path) for path in models], load(against)
+    opened = [load(path) for path in models]
+    source = load(against) if against is not None else source_of(opened)
     read = [model.path for model in (*opened, source)]
     check_page_path(output, overwrite=overwrite, sources=read)
     with progress_bar("reporting", 1) as bar:

@@ -28,7 +28,7 @@ _LABEL = 36
 _LEVELS = 16
 _SPAN = 6.0
 """The smallest range of the colours of an error map in dB, so that small differences look small."""
-_LINES = 40
+LINES = 40
 """Up to so many numbers of a format are lines through the histogram; more are ticks at its foot."""
 
 
@@ -182,7 +182,7 @@ def histogram_chart(histogram: Histogram, *, prefix: str, title: str) -> str:
         edges = [histogram.low + i * width for i in range(bins + 1)]
         axes.stairs(histogram.counts, edges, fill=True, color=_FILL, alpha=0.8)
         top, line = 1.0, 0.8
-        if len(histogram.numbers) > _LINES:
+        if len(histogram.numbers) > LINES:
             top, line = 0.08, 0.5
         axes.vlines(histogram.numbers, 0, top, transform=axes.get_xaxis_transform(), color=_INK, linewidth=line)
         axes.set_xlim(histogram.low, histogram.high)

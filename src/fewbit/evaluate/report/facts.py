@@ -7,6 +7,9 @@ from typing import Any
 
 from ..perplexity import Comparison
 
+WORST = 5
+"""The number of weights of lowest SQNR whose histograms a page shows without a choice."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorFacts:
@@ -56,10 +59,11 @@ class Histogram:
         path: the parameter's path.
         stored: its scheme.
         format: the format of its codes.
-        sqnr_db: its SQNR.
+        sqnr_db: its SQNR, infinite if it is equal to the source's.
+        amax: the largest magnitude of the float weight.
         low: the left edge of the first bin.
         high: the right edge of the last bin.
-        counts: the number of elements of each bin, all of one width.
+        counts: the number of elements of each bin, all of one width; those outside are in the outermost bins.
         numbers: the finite numbers of the format, ascending.
         clipped: the fraction of elements that lie more than half a step beyond the outermost numbers.
     """
@@ -68,6 +72,7 @@ class Histogram:
     stored: str
     format: str
     sqnr_db: float
+    amax: float
     low: float
     high: float
     counts: tuple[int, ...]
@@ -202,7 +207,7 @@ class ModelFacts:
         quality: its quality; None if it was not measured.
         why_no_quality: why it was not measured; empty if it was.
         tensors: its tensors.
-        histograms: of the quantized weights of lowest SQNR, the worst first.
+        histograms: of each quantized weight whose SQNR was measured, in the order of `tensors`.
         notes: sentences for the reader.
     """
 
@@ -215,6 +220,12 @@ class ModelFacts:
     tensors: tuple[TensorFacts, ...]
     histograms: tuple[Histogram, ...]
     notes: tuple[str, ...]
+
+    @property
+    def worst(self) -> tuple[Histogram, ...]:
+        """The histograms of the `WORST` weights of lowest SQNR, the lowest first. Weights of no finite SQNR are left out."""
+        lossy = [histogram for histogram in self.histograms if math.isfinite(histogram.sqnr_db)]
+        return tuple(sorted(lossy, key=lambda histogram: histogram.sqnr_db)[:WORST])
 
     @property
     def left_in_float(self) -> tuple[LeftInFloat, ...]:

@@ -1,5 +1,6 @@
-"""Pieces of HTML: cells, rows, tables, boxes, lists."""
+"""Pieces of HTML: cells, rows, tables, boxes, lists, decibels."""
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -50,3 +51,19 @@ def bullets(sentences: Iterable[str]) -> str:
     if not items:
         return ""
     return f"<ul>{items}</ul>\n"
+
+
+def decibels(value: float | None) -> str:
+    """An SQNR as text. `=` for equal weights, nothing where it was not measured; NaN and minus infinity as they are."""
+    if value is None:
+        return ""
+    if value == math.inf:
+        return "="
+    return f"{value:.2f}"
+
+
+def decibels_in_words(value: float | None) -> str:
+    """An SQNR in a sentence."""
+    if value == math.inf:
+        return "equal to the source's"
+    return f"{decibels(value)} dB"

@@ -1,6 +1,7 @@
 """Writes a report as one HTML page that loads nothing."""
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,11 @@ from ...recipe.table import shape_text
 from ..chart import load_matplotlib
 from ..metrics import Estimate
 from ..perplexity import Perplexity
-from .charts import LayerMap, QualityPoint, histogram_chart, layer_map_chart, quality_chart
-from .facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
+from .charts import LayerMap, QualityPoint, layer_map_chart, quality_chart
+from .facts import MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
+from .histograms import histogram_data, histogram_section
 from .inputs import expert_section, input_section
-from .markup import box, bullets, cell, number, row, table
+from .markup import box, bullets, cell, decibels, decibels_in_words, number, row, table
 from .template import MARKER, framed
 
 _SECTIONS = {
@@ -125,7 +127,7 @@ def report_page(report: Report) -> str:
         "summary": _summary(report, names),
         "quality": _quality(report, names),
         "errors": _errors(report.models, names),
-        "histograms": _histograms(report.models, names),
+        "histograms": histogram_section(report.models, names),
         "inputs": input_section(report),
         "experts": expert_section(report),
         "skipped": _skipped(report.models, names),
@@ -142,7 +144,7 @@ def report_page(report: Report) -> str:
         f"<header>\n<h1>{count} of {escape(report.source.name)}</h1>\n"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>'
     )
-    return framed(escape(title), f"{header}\n<main>\n{''.join(sections)}</main>")
+    return framed(escape(title), f"{header}\n<main>\n{''.join(sections)}</main>", histogram_data(report.models, names))
 
 
 # --- the sections ---
@@ -220,7 +222,7 @@ def _errors(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
         else:
             text += "<p>No SQNR was measured for weights of numbered layers.</p>\n"
         outside = [t for t in model.tensors if t.layer is None and t.sqnr_db is not None]
-        text += bullets(f"Outside of the layers: {tensor.path}, {_in_words(tensor.sqnr_db)}" for tensor in outside)
+        text += bullets(f"Outside of the layers: {tensor.path}, {decibels_in_words(tensor.sqnr_db)}" for tensor in outside)
     return text
 
 
@@ -228,39 +230,11 @@ def _error_table(errors: LayerMap, name: str) -> str:
     """The numbers of an error map."""
     headings = ["layer", *(f"#{kind}" for kind in errors.kinds)]
     rows = [
-        row([f'<th scope="row">{layer}</th>', *(number(_decibels(some[j])) for some in errors.values)])
+        row([f'<th scope="row">{layer}</th>', *(number(decibels(some[j])) for some in errors.values)])
         for j, layer in enumerate(errors.layers)
     ]
     numbers = table(f"SQNR by layer, {name}", headings, rows, kind="tall")
     return f"<details><summary>The numbers, in dB</summary>\n{numbers}</details>\n"
-
-
-def _histograms(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
-    """The histograms of each model."""
-    text = (
-        '<p class="dim">The quantized weights of lowest SQNR. Each source weight is divided by the scale of its block; the lines '
-        "are the numbers of the format, to which weights are rounded. Clipped are weights more than half a step beyond the last "
-        "line.</p>\n"
-    )
-    for i, (name, model) in enumerate(zip(names, models, strict=True)):
-        text += f"<h3>{escape(name)}</h3>\n"
-        if not model.histograms:
-            text += "<p>No quantized weight lost anything that was measured.</p>\n"
-            continue
-        figures = [_histogram(one, f"histogram-{i}-{j}") for j, one in enumerate(model.histograms)]
-        text += f'<div class="histograms">\n{"".join(figures)}</div>\n'
-    return text
-
-
-def _histogram(histogram: Histogram, prefix: str) -> str:
-    """A figure with its caption."""
-    clipped = f"{100 * histogram.clipped:.2g} % clipped"
-    caption = (
-        f"{histogram.stored}, {histogram.sqnr_db:.2f} dB, {len(histogram.numbers)} numbers of {histogram.format}, {clipped}"
-    )
-    title = f"Histogram of {histogram.path} in units of its block scale: {caption}"
-    chart = box(histogram_chart(histogram, prefix=prefix, title=title), f"Histogram of {histogram.path}", "chart")
-    return f"<figure><h4>{escape(histogram.path)}</h4>\n{chart}<figcaption>{escape(caption)}</figcaption></figure>\n"
 
 
 def _skipped(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
@@ -286,7 +260,8 @@ def _tensors(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
     """The table of every tensor of each model, below one search box."""
     total = sum(len(model.tensors) for model in models)
     text = (
-        '<p class="dim">What the recipe made of each tensor, and why.</p>\n<div class="find">\n'
+        '<p class="dim">What the recipe made of each tensor, and why. The link of a quantized tensor, or a click on its row, shows '
+        'its histogram.</p>\n<div class="find">\n'
         '<label for="search">Search: words of a path, scheme, role or reason<input id="search" type="search"></label>\n'
         '<label for="filter">Show<select id="filter"><option value="all">all</option>'
         '<option value="quantized">quantized</option><option value="float">left in float</option></select></label>\n'
@@ -303,31 +278,37 @@ def _tensors(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
         "#SQNR, dB",
         "why",
     ]
+    index = itertools.count()  # as in histogram_data
     for name, model in zip(names, models, strict=True):
-        rows = [_tensor_row(tensor) for tensor in model.tensors]
+        charts = {histogram.path: next(index) for histogram in model.histograms}
+        rows = [_tensor_row(tensor, charts.get(tensor.path)) for tensor in model.tensors]
         text += f"<h3>{escape(name)}</h3>\n" + table(f"Tensors of {name}", headings, rows, kind="tall")
     return text
 
 
-def _tensor_row(tensor: TensorFacts) -> str:
+def _tensor_row(tensor: TensorFacts, chart: int | None) -> str:
+    """A row of the table of tensors. `chart` is the index of the tensor's histogram, if it has one."""
     state, why = "quantized", tensor.reason
     if not tensor.is_quantized:
         state, why = "float", tensor.reason or "not recorded"
     before = ""
     if tensor.bytes_before is not None:
         before = f"{tensor.bytes_before:,}"
+    head, data = escape(tensor.path), ""
+    if chart is not None:
+        head, data = f'<a href="#chosen">{head}</a>', f' data-weight="{chart}"'
     cells = [
-        f'<th scope="row" class="path">{escape(tensor.path)}</th>',
+        f'<th scope="row" class="path">{head}</th>',
         number(shape_text(tensor.shape)),
         cell(tensor.stored),
         cell(_role(tensor.role)),
         number(before),
         number(f"{tensor.bytes_after:,}"),
         number(f"{tensor.bits_per_weight:.3f}"),
-        number(_decibels(tensor.sqnr_db)),
+        number(decibels(tensor.sqnr_db)),
         cell(why, "why"),
     ]
-    return f'<tr data-state="{state}">{"".join(cells)}</tr>'
+    return f'<tr data-state="{state}"{data}>{"".join(cells)}</tr>'
 
 
 # --- facts as text ---
@@ -356,24 +337,8 @@ def _nan_first(value: float) -> float:
     return value
 
 
-def _decibels(value: float | None) -> str:
-    """An SQNR as text. `=` for equal weights, nothing where it was not measured; NaN and minus infinity as they are."""
-    if value is None:
-        return ""
-    if value == math.inf:
-        return "="
-    return f"{value:.2f}"
-
-
 def _role(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _in_words(value: float | None) -> str:
-    """An SQNR in a sentence."""
-    if value == math.inf:
-        return "equal to the source's"
-    return f"{_decibels(value)} dB"
 
 
 def _measurement(quality: MeasuredQuality) -> str:

@@ -48,9 +48,18 @@ figcaption { font-size: .8125rem; color: var(--dim) }
 figure svg, .fitted svg { max-width: 100%; height: auto }
 .histograms figure .box { border: 0; margin: 0; padding: 0 }
 .find { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: end }
-.find label { display: grid; gap: .15rem; font-size: .875rem }
+.find label { display: grid; grid-template-columns: minmax(0, 1fr); gap: .15rem; font-size: .875rem; max-width: 100% }
 input, select { font: inherit; color: inherit; background: var(--back); border: 1px solid var(--dim); border-radius: 4px;
   padding: .3rem .5rem; min-width: 0; width: 16rem; max-width: 100% }
+#weight { width: 30rem }
+#chosen { margin: .5rem 0; scroll-margin-top: 13rem }
+#chosen:focus-visible { outline: 2px solid var(--link); outline-offset: 1px }
+#chosen svg { width: 100%; height: 15rem; margin-top: .5rem }
+#chosen text { fill: currentColor; font-size: 12px; text-anchor: middle }
+#chosen .bars { fill: #3987c9; opacity: .8 }
+#chosen .grid { fill: none; stroke: currentColor; stroke-width: .8 }
+tr[data-weight] { cursor: pointer }
+tr[data-weight]:hover { background: var(--box) }
 summary { cursor: pointer; padding: .25rem 0 }
 @media print {
   .box { overflow: visible; border: 0 } .tall { max-height: none } thead th { position: static } nav, .find { display: none }
@@ -64,21 +73,97 @@ const search = document.getElementById("search"), filter = document.getElementBy
 const shown = document.getElementById("shown");
 const rows = Array.from(document.querySelectorAll("tr[data-state]"), row =>
   [row, Array.from(row.cells, cell => cell.textContent).join(" ").toLowerCase()]);
+function finder(query) {
+  const words = query.toLowerCase().split(" ").filter(word => word);
+  return text => words.every(word => text.includes(word));
+}
 function show() {
-  const words = search.value.toLowerCase().split(" ").filter(word => word);
+  const isFound = finder(search.value);
   let count = 0;
   for (const [row, text] of rows) {
-    const fits = (filter.value === "all" || filter.value === row.dataset.state) && words.every(word => text.includes(word));
+    const fits = (filter.value === "all" || filter.value === row.dataset.state) && isFound(text);
     row.hidden = !fits;
     count += fits;
   }
   shown.textContent = `${count} of ${rows.length} tensors`;
+}
+const {models, lines, grids, weights} = JSON.parse(document.getElementById("weights").textContent);
+const [weightSearch, list, found, caption, chart] =
+  ["weight-search", "weight", "weights-found", "chosen-caption", "chosen-chart"].map(id => document.getElementById(id));
+let chosen = 0;
+function draw() {
+  const [, , , , grid, low, high, code] = weights[chosen], numbers = grids[grid];
+  const heights = Uint8Array.from(atob(code), letter => letter.charCodeAt(0));
+  const {width, height} = chart.getBoundingClientRect(), margin = 16, floor = height - 40;
+  const x = value => (margin + (value - low) / (high - low) * (width - 2 * margin)).toFixed(2);
+  const edge = i => x(low + i / heights.length * (high - low));
+  const bars = Array.from(heights, (bin, i) => `V${(floor * (1 - bin / 255)).toFixed(2)}H${edge(i + 1)}`).join("");
+  const top = numbers.length > lines ? .92 * floor : 0;
+  const least = (high - low) * 44 / (width - 2 * margin), power = 10 ** Math.floor(Math.log10(least));
+  const step = [1, 2, 5, 10].map(factor => factor * power).find(step => step >= least);
+  let text = "";
+  for (let i = Math.ceil(low / step); i * step <= high; i++) {
+    text += `<text x="${x(i * step)}" y="${floor + 16}">${+(i * step).toPrecision(6)}</text>`;
+  }
+  chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  chart.innerHTML = `<path class="bars" d="M${x(low)} ${floor}${bars}V${floor}Z"/>` +
+    `<path class="grid" d="M${x(low)} ${floor}H${x(high)}${numbers.map(number => `M${x(number)} ${floor}V${top}`).join("")}"/>` +
+    `${text}<text x="${width / 2}" y="${height - 6}">weight / block scale</text>`;
+}
+function offer() {
+  const isFound = finder(weightSearch.value), groups = models.map(() => []);
+  for (const [i, [model, path, stored]] of weights.entries()) {
+    if (isFound(`${models[model]} ${path} ${stored}`.toLowerCase())) groups[model].push(new Option(path, i));
+  }
+  list.replaceChildren(...groups.flatMap((options, model) => {
+    if (models.length === 1 || !options.length) return options;
+    const group = document.createElement("optgroup");
+    group.label = models[model];
+    group.append(...options);
+    return [group];
+  }));
+  found.textContent = `${list.options.length} of ${weights.length} weights`;
+}
+function choose(index) {
+  if (!weights[index]) return;
+  chosen = index;
+  list.value = index;
+  if (list.selectedIndex < 0) {
+    weightSearch.value = "";
+    offer();
+    list.value = index;
+  }
+  const [model, path, stored, details] = weights[index];
+  caption.textContent = `${models.length > 1 ? `${models[model]}, ` : ""}${path}: ${stored}, ${details}`;
+  draw();
+}
+if (weights.length) {
+  document.getElementById("chooser").hidden = false;
+  offer();
+  choose(0);
+  weightSearch.addEventListener("input", () => {
+    offer();
+    list.value = chosen;
+    if (list.selectedIndex < 0 && list.options.length) choose(list.options[0].value);
+  });
+  list.addEventListener("change", () => choose(list.value));
+  addEventListener("resize", draw);
+  document.addEventListener("click", event => {
+    const row = event.target.closest("tr[data-weight]");
+    if (!row) return;
+    if (event.target.closest("a")) choose(row.dataset.weight);
+    else if (getSelection().isCollapsed) row.querySelector("a").click();
+  });
 }
 function readHash() {
   const given = new URLSearchParams(location.hash.slice(1));
   if (given.has("q")) search.value = given.get("q");
   if (given.has("show")) filter.value = given.get("show");
   show();
+  if (given.has("weight")) {
+    choose(weights.findIndex(([, path]) => path === given.get("weight")));
+    document.getElementById("chosen").scrollIntoView();
+  }
 }
 search.addEventListener("input", show);
 filter.addEventListener("change", show);
@@ -98,22 +183,24 @@ _PAGE = Template("""\
 </head>
 <body>
 $body
+<script type="application/json" id="weights">$data</script>
 <script>$script</script>
 </body>
 </html>
 """)
 
 
-def framed(title: str, body: str) -> str:
-    """The page of a body: with its styles, and with the search of its rows.
+def framed(title: str, body: str, data: str) -> str:
+    """The page of a body: with its styles, the search of its rows and the chart of a chosen weight.
 
     Args:
         title: the title, escaped.
         body: the body, as HTML.
+        data: the result of `histogram_data`.
 
     Returns:
         The page, which begins with `MARKER`. Browsers run no script but its own, and load nothing.
     """
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
-    return MARKER + _PAGE.substitute(policy=policy, title=title, style=_STYLE, body=body, script=_SCRIPT)
+    return MARKER + _PAGE.substitute(policy=policy, title=title, style=_STYLE, body=body, data=data, script=_SCRIPT)
