@@ -103,14 +103,19 @@ def test_several_axes_and_several_products():
     np.testing.assert_allclose(after["o_bias"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_layers_of_a_scan_have_a_correction_each():
-    params = {"kernel": normal(3, K, K), "bias": normal(3, K)}
-    before, after = corrected(scanned, params, X)
-    x = X
+@pytest.mark.parametrize("axis", [0, 1])
+def test_layers_of_a_scan_have_a_correction_each(axis):
+    def layers_first(params):
+        return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), params)
+
+    layers = {"kernel": normal(3, K, K), "bias": normal(3, K)}
+    params = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, axis), layers)
+    before, after = corrected(lambda params, x: scanned(layers_first(params), x), params, X)
+    decoded, moved, x = layers_first(fb.dequantize(before["kernel"])), layers_first(after["bias"]), X
     for i in range(3):
-        mean, error = jnp.sin(x).mean(0), params["kernel"][i] - fb.dequantize(before["kernel"])[i]
-        np.testing.assert_allclose(after["bias"][i], params["bias"][i] + mean @ error, rtol=1e-4, atol=1e-4)
-        x = jnp.sin(x) @ params["kernel"][i] + params["bias"][i][None]
+        mean, error = jnp.sin(x).mean(0), layers["kernel"][i] - decoded[i]
+        np.testing.assert_allclose(moved[i], layers["bias"][i] + mean @ error, rtol=1e-4, atol=1e-4)
+        x = jnp.sin(x) @ layers["kernel"][i] + layers["bias"][i][None]
 
 
 def test_biases_by_other_names_and_none():

@@ -37,7 +37,8 @@ def correct_biases(
     """Adds to each bias the mean error of its quantized product.
 
     The bias of `dense/kernel` (or `weight`, `w`, `W`) is `dense/bias` or `dense/b`; that of any other `attn/q` is `attn/q_bias`. A
-    weight without such a parameter, or with one of another shape than its outputs, has none.
+    weight without such a parameter, or with one of another shape than its outputs, has none. A stack of layers has the same axis in
+    both.
 
     Args:
         params: the float parameters.
@@ -118,5 +119,7 @@ def _mean_error(x: Array, q: QArray, row: PlanRow, stats: SupportsObservations) 
     if mean.size != math.prod(shape) or set(groups) & set(contracted):
         raise QuantError(f"the sums of {row.path} have shape {seen.sum.shape}; observe the function of the plan")
     error = x.astype(jnp.float32) - dequantize(q, dtype=jnp.float32)
-    out = [*stacked, *groups, *others]
+    out = [*groups, *others]
+    for a in stacked:  # the layers are along the same axis of the bias
+        out.insert(min(a, len(out)), a)
     return jnp.einsum(error, [*range(x.ndim)], mean.reshape(shape), order, out, precision="highest")
