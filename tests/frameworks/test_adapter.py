@@ -8,6 +8,7 @@ import pytest
 import fewbit as fb
 from fewbit.calibration.range_rules import AbsMaxRange
 from fewbit.frameworks.adapter import SplitFunction, SplitModel
+from fewbit.methods import AWQ, GPTQ, HQQ, RTN, IMatrix, LearnedRounding
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
 KEY = jax.random.key(0)
@@ -30,6 +31,7 @@ PARAMS = {"w": MODEL["w"]}
 SPARSE = fb.Recipe((fb.Rule("w", "int8", sparsity=fb.Sparsity(2, 4)),))
 ADAPTER = {"match": "w", "rank": 2, "alpha": 4.0, "dtype": jnp.bfloat16, "without_product": "skip", "axis": -2}
 OBSERVE = {"rule": AbsMaxRange(), "collect": ("range", "absmax")}
+ROUNDED = {"method": RTN(), "stats": None, "donate": False}
 
 
 def pure(params, x, *, factor=1.0):
@@ -78,9 +80,46 @@ def test_what_is_said_of_a_model_is_what_is_said_of_its_parameters(of_model, of_
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_the_rebuilt_model_has_the_quantized_parameters_and_its_other_values(is_planned):
     recipe = fb.plan(*split(MODEL).call(fn), X, recipe="int8") if is_planned else "int8"
-    quantized = split(MODEL).quantize(fn, X, recipe=recipe, donate=False)
+    quantized = split(MODEL).quantize(fn, X, recipe=recipe, **ROUNDED)
     equal(quantized["w"], fb.quantize_params(PARAMS, fb.plan(pure, PARAMS, X, recipe="int8"))["w"])
     assert quantized["offset"] is MODEL["offset"]
+
+
+@pytest.mark.parametrize(
+    "method", [GPTQ(), AWQ(), HQQ(), IMatrix(), LearnedRounding(rounds=4)], ids=lambda method: method.name
+)
+@pytest.mark.parametrize("donate", [False, True])
+def test_every_method_gives_the_codes_that_it_gives_for_the_parameters(method, donate):
+    stats = fb.observe(pure, PARAMS, [X], "int4", collect=method.collect) if method.collect else None
+    plan, model = fb.plan(pure, PARAMS, X, recipe="int4"), jax.tree.map(jnp.copy, MODEL)
+    quantized = split(model).quantize(fn, X, recipe="int4", method=method, stats=stats, donate=donate)
+    equal(quantized["w"], fb.quantize_params(PARAMS, plan, method=method, stats=stats)["w"])
+    assert model["w"].is_deleted() == donate and quantized["offset"] is model["offset"]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_missing_statistics_are_those_of_the_parameters(donate):
+    missing = r"gptq needs statistics of w, and there are none; pass stats=fb.observe\(.*collect=\('hessian',\)"
+    for stats in (None, fb.observe(lambda params, x: x @ params["v"], {"v": MODEL["w"]}, [X], "int4")):
+        with pytest.raises(fb.QuantError, match=missing):
+            split(MODEL).quantize(fn, X, recipe="int4", method=GPTQ(), stats=stats, donate=donate)
+    with pytest.raises(fb.QuantError, match="stats is given, and method rtn uses none"):
+        split(MODEL).quantize(fn, X, recipe="int4", method=RTN(), stats=stats, donate=donate)
+    assert not MODEL["w"].is_deleted()
+
+
+def test_corrected_biases_are_those_of_the_parameters():
+    def split_all(model):
+        return SplitModel(model, None, lambda params, rest: params)
+
+    def dense(params, x):
+        return x @ params["w"] + params["offset"][None]
+
+    model = MODEL | {"offset": jnp.ones(32)}
+    plan, stats = fb.plan(dense, model, X, recipe="int4"), fb.observe(dense, model, [X], "int4", collect=("sum",))
+    quantized, named = fb.quantize_params(model, plan), {"w": "offset"}
+    corrected = split_all(quantized).correct_biases(model, plan, stats, biases=named)
+    equal(corrected, fb.methods.correct_biases(model, quantized, plan, stats, biases=named))
 
 
 def test_a_change_of_the_parameters_keeps_the_rest():
@@ -99,7 +138,7 @@ def test_a_pruned_model_and_a_merged_one_keep_the_rest():
 
 def test_a_function_of_a_model_is_transformed_as_one_of_its_parameters():
     split_fn, reported = SplitFunction(fn, split), []
-    quantized = split(MODEL).quantize(fn, X, recipe="int8", donate=False)
+    quantized = split(MODEL).quantize(fn, X, recipe="int8", **ROUNDED)
     run = split_fn.transparent(fallback="error", report=None)
     equal(run(quantized, X, factor=2.0), fb.transparent(pure)({"w": quantized["w"]}, X, factor=2.0))
 
@@ -125,6 +164,6 @@ def test_the_function_may_name_its_arguments_as_the_adapter_does():
         return x @ model["w"] * fn * params * rest * rebuild
 
     named_like_ours = {"fn": 2.0, "params": 3.0, "rest": 0.5, "rebuild": 1.0}
-    quantized = split(MODEL).quantize(named, X, recipe="int8", donate=False, **named_like_ours)
+    quantized = split(MODEL).quantize(named, X, recipe="int8", **ROUNDED, **named_like_ours)
     run = SplitFunction(named, split).transparent(fallback="error", report=None)
     equal(run(quantized, X, **named_like_ours), 3 * (X @ quantized["w"]))

@@ -10,6 +10,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.frameworks import linen as fl
+from fewbit.methods import GPTQ, correct_biases
 
 nn = pytest.importorskip("flax.linen")
 meta = pytest.importorskip("flax.core.meta")
@@ -247,3 +248,59 @@ def test_bfloat16_layers_stacked_along_the_second_axis_are_served_as_trained(sch
     assert (row.shape, row.axis, row.stacked, row.casts) == ((16, 3, 16), (-3,), (-2,), ("bfloat16",))
     served = fl.apply(module)(fl.quantize(module, variables, x, recipe=scheme), x)
     assert jnp.array_equal(served, fl.train(module, scheme)(variables, x))
+
+
+class BiasedLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return jnp.tanh(nn.Dense(16, kernel_init=init)(x)), None
+
+
+class BiasedStack(nn.Module):
+    """Layers with biases in a scan, stacked along the second axis, in boxes."""
+
+    @nn.compact
+    def __call__(self, x, scale=1.0):
+        stacking = {nn.PARTITION_NAME: "layers"}
+        layers = nn.scan(
+            BiasedLayer, variable_axes={"params": 1}, split_rngs={"params": True}, length=3, metadata_params=stacking
+        )
+        return scale * layers(name="layers")(x, None)[0]
+
+
+def test_methods_learn_from_the_inputs_of_scanned_layers():
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((64, 16)) @ rng.standard_normal((16, 16)), jnp.float32)
+    module = BiasedStack()
+    variables = module.init(jax.random.key(0), x)
+    plan = fl.plan(module, variables, x, recipe="int4")
+    stats = fl.observe(module, variables, [x[:32], x[32:]], "int4", collect=("hessian", "sum"), scale=2.0)
+    rounded = fl.quantize(module, variables, recipe=plan)
+    quantized = fl.quantize(module, variables, x, recipe="int4", method=GPTQ(), stats=stats, scale=2.0)
+    params = meta.unbox(variables["params"])
+    expected = fb.quantize_params(params, plan, method=GPTQ(), stats=stats)["layers"]["Dense_0"]["kernel"]
+    box = quantized["params"]["layers"]["Dense_0"]["kernel"]
+    assert isinstance(box, nn.Partitioned)
+    jax.tree.map(np.testing.assert_array_equal, box.value, expected)
+    exact, run = module.apply(variables, x), jax.jit(fl.apply(module))
+    lost, lost_by_rounding = (exact - run(q, x) for q in (quantized, rounded))
+    assert jnp.linalg.norm(lost) < 0.8 * jnp.linalg.norm(lost_by_rounding)
+
+    corrected = fl.correct_biases(variables, rounded, plan, stats)
+    expected = correct_biases(params, fb.quantize_params(params, plan), plan, stats)["layers"]["Dense_0"]["bias"]
+    np.testing.assert_array_equal(corrected["params"]["layers"]["Dense_0"]["bias"], expected)
+    assert isinstance(corrected["params"]["layers"]["Dense_0"]["kernel"], nn.Partitioned)
+    missing = r"gptq needs statistics of layers/Dense_0/kernel, and there are none; pass stats="
+    with pytest.raises(fb.QuantError, match=missing):
+        fl.quantize(module, variables, x, recipe="int4", method=GPTQ())
+
+
+def test_a_method_of_the_module_is_chosen_in_the_plan(variables, unchecked):
+    plan = fl.plan(NET, variables, X, recipe="int4", method="encode")
+    stats = fl.observe(NET, variables, [X], "int4", collect=("hessian",), method="encode")
+    quantized = fl.quantize(NET, variables, recipe=plan, method=GPTQ(), stats=stats)
+    assert fb.is_qarray(quantized["params"]["wi"]["kernel"].value)
+    assert quantized["params"]["wo"]["kernel"] == variables["params"]["wo"]["kernel"]
+    with pytest.raises(fb.QuantError, match=r"method is 'encode'; .*For a method of the module, pass recipe=linen.plan"):
+        fl.quantize(NET, variables, X, recipe="int4", method="encode")

@@ -9,6 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.frameworks import nnx as fx
+from fewbit.methods import GPTQ, correct_biases
 
 nnx = pytest.importorskip("flax.nnx")
 optax = pytest.importorskip("optax")
@@ -219,3 +220,45 @@ def test_bfloat16_layers_stacked_along_the_second_axis_are_served_as_trained(sch
     assert (row.shape, row.axis, row.stacked, row.casts) == ((16, 3, 16), (-3,), (-2,), ("bfloat16",))
     served = fx.transparent(call)(fx.quantize(model, x, recipe=scheme), x)
     assert jnp.array_equal(served, fx.train(call, scheme)(model, x))
+
+
+class Layers(nnx.Module):
+    """Layers with biases, stacked along the second axis."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=nnx.StateAxes({nnx.Param: 1}))
+        def layers(rngs):
+            return nnx.Linear(16, 16, rngs=rngs)
+
+        self.layers = layers(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, nnx.StateAxes({nnx.Param: 1})), out_axes=nnx.Carry)
+        def run(x, layer):
+            return jnp.tanh(layer(x))
+
+        return run(x, self.layers)
+
+
+@pytest.mark.slow
+def test_methods_learn_from_the_inputs_of_scanned_layers():
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((64, 16)) @ rng.standard_normal((16, 16)), jnp.float32)
+    model = Layers(nnx.Rngs(0))
+    plan = fx.plan(model, x, recipe="int4")
+    stats = fx.observe(model, [x[:32], x[32:]], "int4", collect=("hessian", "sum"))
+    rounded, quantized = fx.quantize(model, recipe=plan), fx.quantize(model, x, recipe="int4", method=GPTQ(), stats=stats)
+    params = {"layers": {"kernel": model.layers.kernel[...], "bias": model.layers.bias[...]}}
+    expected = fb.quantize_params(params, plan, method=GPTQ(), stats=stats)["layers"]["kernel"]
+    jax.tree.map(np.testing.assert_array_equal, quantized.layers.kernel.get_raw_value(), expected)
+    exact, run = model(x), nnx.jit(fx.transparent(call))
+    lost, lost_by_rounding = (exact - run(q, x) for q in (quantized, rounded))
+    assert jnp.linalg.norm(lost) < 0.8 * jnp.linalg.norm(lost_by_rounding)
+
+    corrected = fx.correct_biases(model, rounded, plan, stats)
+    expected = correct_biases(params, fb.quantize_params(params, plan), plan, stats)["layers"]["bias"]
+    np.testing.assert_array_equal(corrected.layers.bias[...], expected)
+    assert corrected.layers.kernel.get_raw_value().codes is rounded.layers.kernel.get_raw_value().codes
+    with pytest.raises(fb.QuantError, match=r"gptq needs statistics of layers/kernel, and there are none; pass stats="):
+        fx.quantize(model, x, recipe="int4", method=GPTQ())

@@ -10,6 +10,11 @@ Args:
     inputs: example inputs of the method or model; arrays or `jax.ShapeDtypeStruct`s.
     fn: a function of an NNX model, `fn(model, *inputs)`; None calls the model.
     recipe: a Recipe, or anything that `fb.recipe` takes; `quantize` takes a Plan, too.
+    method: how `quantize` chooses scales and codes, as in `fb.quantize_params`; `linen.quantize` says how to choose a method
+        of the module.
+    stats: what `observe` of the same framework collected, as in `fb.quantize_params`.
+    plan: a plan of the float model, from `plan` of the same framework.
+    biases: the path of a weight's bias, where it has another name, as in `fb.methods.correct_biases`.
     kwargs: other arguments of `module.apply`: `method`, `rngs`, `mutable`, and keyword arguments of the method.
     donate: whether each float array is deleted once it is quantized, as in `tree.quantize`.
     state: the sparsity state of the model.

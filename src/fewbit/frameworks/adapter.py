@@ -17,8 +17,11 @@ from ..calibration.measure import Statistic
 from ..calibration.observe import observe
 from ..calibration.ranges import AbstractRange
 from ..calibration.stats import Stats
+from ..methods.bias_correction import correct_biases
 from ..ops.interpret.transparent import Decoded, transparent
+from ..recipe.method import AbstractMethod
 from ..recipe.plan import Plan, plan
+from ..recipe.quantize_row import SupportsObservations
 from ..recipe.recipe import RecipeLike
 from ..training.delayed_state import DelayedState, delayed_state
 from ..training.lora.adapter import Adapter, init
@@ -48,7 +51,8 @@ class SplitModel:
     ...     return SplitModel({"w": model["w"]}, model["offset"], lambda params, offset: {**params, "offset": offset})
     >>> def fn(model, x):
     ...     return x @ model["w"] + model["offset"]
-    >>> quantized = split(model).quantize(fn, jnp.ones((1, 64)), recipe="int8", donate=False)
+    >>> as_given = {"method": fb.methods.RTN(), "stats": None, "donate": False}
+    >>> quantized = split(model).quantize(fn, jnp.ones((1, 64)), recipe="int8", **as_given)
     >>> quantized["w"], quantized["offset"] is model["offset"]
     (QArray(int8, float32[64, 32], 2,176 bytes, 8.500 bits/weight), True)
     """
@@ -70,11 +74,26 @@ class SplitModel:
         return plan(*self.call(fn, **kwargs), *inputs, recipe=recipe)
 
     def quantize(
-        self, fn: Callable[..., Any], /, *inputs: PyTree, recipe: RecipeLike | Plan, donate: bool, **kwargs: object
+        self,
+        fn: Callable[..., Any],
+        /,
+        *inputs: PyTree,
+        recipe: RecipeLike | Plan,
+        method: AbstractMethod,
+        stats: SupportsObservations | None,
+        donate: bool,
+        **kwargs: object,
     ) -> PyTree:
         """The model with quantized parameters, as `tree.quantize`."""
-        params = tree.quantize(*self.call(fn, **kwargs), *inputs, recipe=recipe, donate=donate)
+        called = self.call(fn, **kwargs)
+        params = tree.quantize(*called, *inputs, recipe=recipe, method=method, stats=stats, donate=donate)
         return self.rebuild(params, self.rest)
+
+    def correct_biases(
+        self, params: PyTree, plan: Plan, stats: SupportsObservations, *, biases: Mapping[str, str | None]
+    ) -> PyTree:
+        """The quantized model with other biases, as `fb.methods.correct_biases`. `params` are those of the float model."""
+        return self.replaced(lambda quantized: correct_biases(params, quantized, plan, stats, biases=biases))
 
     def observe(
         self,

@@ -4,8 +4,8 @@ Rules match the paths below the collection `params`, such as `decoder/layers_0/m
 of sharding metadata (`nn.Partitioned`, `nn.LogicallyPartitioned`) are kept and do not appear in paths.
 """
 
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Literal
 
 import jax
@@ -19,8 +19,11 @@ from ..calibration.measure import Statistic
 from ..calibration.range_rules import AbsMaxRange
 from ..calibration.ranges import AbstractRange
 from ..calibration.stats import Stats
+from ..errors import QuantError
 from ..ops.interpret.transparent import Decoded, transparent
+from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
+from ..recipe.quantize_row import SupportsObservations
 from ..recipe.recipe import RecipeLike
 from ..training.delayed_state import DelayedState
 from ..training.lora.adapter import Adapter
@@ -47,13 +50,22 @@ def quantize(
     variables: PyTree,
     *inputs: PyTree,
     recipe: RecipeLike | Plan,
+    method: AbstractMethod = NEAREST,
+    stats: SupportsObservations | None = None,
     donate: bool = False,
     **kwargs: object,
 ) -> PyTree:
     """Quantizes a module's parameters, as `fb.quantize_params`.
 
+    Args:
+        method: how scales and codes are chosen, as in `fb.quantize_params`. It is not the `method` of `module.apply`: pass
+            `recipe=plan(..., method=...)` for a method of the module.
+
     Returns:
         The variables with QArrays inside the same boxes, for `apply`.
+
+    Raises:
+        QuantError: for a `method` of the module.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
@@ -64,7 +76,43 @@ def quantize(
     (1, 32)
     """
     serialization.register()
-    return _split(variables).quantize(module.apply, *inputs, recipe=recipe, donate=donate, **kwargs)
+    if not isinstance(method, AbstractMethod):
+        raise QuantError(
+            f"method is {method!r}; linen.quantize takes a quantization method, such as fb.methods.GPTQ(). For a method of the "
+            "module, pass recipe=linen.plan(module, variables, ..., method=...)"
+        )
+    return _split(variables).quantize(
+        module.apply, *inputs, recipe=recipe, method=method, stats=stats, donate=donate, **kwargs
+    )
+
+
+def correct_biases(
+    variables: PyTree,
+    quantized: PyTree,
+    plan: Plan,
+    stats: SupportsObservations,
+    *,
+    biases: Mapping[str, str | None] = types.MappingProxyType({}),
+) -> PyTree:
+    """Adds to each bias the mean error of its quantized product, as `fb.methods.correct_biases`.
+
+    Args:
+        variables: the float variables.
+        quantized: the quantized variables.
+        stats: what `observe` collected with `collect=("sum",)`.
+
+    Returns:
+        The quantized variables with other biases, inside the same boxes.
+
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(32), jnp.linspace(1, 2, 64)[None]
+    >>> variables = dense.init(jax.random.key(0), x)
+    >>> planned, stats = plan(dense, variables, x, recipe="int4"), observe(dense, variables, [x], "int4", collect=("sum",))
+    >>> corrected = correct_biases(variables, quantize(dense, variables, recipe=planned), planned, stats)
+    >>> bool(jnp.allclose(apply(dense)(corrected, x), dense.apply(variables, x), atol=1e-4))
+    True
+    """
+    return _split(quantized).correct_biases(_split(variables).params, plan, stats, biases=biases)
 
 
 def apply(
@@ -255,7 +303,7 @@ def _split(variables: PyTree) -> SplitModel:
     return SplitModel(treedef.unflatten(_unboxed(x, meta) for x in leaves), others, boxed)
 
 
-def _unboxed(x: PyTree, meta: ModuleType) -> PyTree:
+def _unboxed(x: PyTree, meta: types.ModuleType) -> PyTree:
     """The content of a box."""
     if isinstance(x, meta.Partitioned):
         return x.value  # `unbox` would constrain the sharding, which a QArray outside `transparent` does not support

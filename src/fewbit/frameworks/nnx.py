@@ -7,6 +7,7 @@ Rules match the paths of the `nnx.Param`s of the model, such as `layers/0/mlp/wi
 import dataclasses
 import functools
 import operator
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,7 +23,9 @@ from ..calibration.range_rules import AbsMaxRange
 from ..calibration.ranges import AbstractRange
 from ..calibration.stats import Stats
 from ..ops.interpret.transparent import Decoded
+from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
+from ..recipe.quantize_row import SupportsObservations
 from ..recipe.recipe import RecipeLike
 from ..training.delayed_state import DelayedState
 from ..training.lora.adapter import Adapter
@@ -57,6 +60,8 @@ def quantize(
     *inputs: PyTree,
     recipe: RecipeLike | Plan,
     fn: Callable[..., Any] | None = None,
+    method: AbstractMethod = NEAREST,
+    stats: SupportsObservations | None = None,
     donate: bool = False,
 ) -> PyTree:
     """Quantizes the parameters of a model, as `fb.quantize_params`.
@@ -73,7 +78,35 @@ def quantize(
     (1, 32)
     """
     serialization.register()
-    return _split(model).quantize(fn or _call, *inputs, recipe=recipe, donate=donate)
+    return _split(model).quantize(fn or _call, *inputs, recipe=recipe, method=method, stats=stats, donate=donate)
+
+
+def correct_biases(
+    model: PyTree,
+    quantized: PyTree,
+    plan: Plan,
+    stats: SupportsObservations,
+    *,
+    biases: Mapping[str, str | None] = types.MappingProxyType({}),
+) -> PyTree:
+    """Adds to each bias the mean error of its quantized product, as `fb.methods.correct_biases`.
+
+    Args:
+        model: the float model.
+        quantized: the quantized model.
+        stats: what `observe` collected with `collect=("sum",)`.
+
+    Returns:
+        A new model with other biases; all other arrays are shared with `quantized`.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.linspace(1, 2, 64)[None]
+    >>> planned, stats = plan(model, x, recipe="int4"), observe(model, [x], "int4", collect=("sum",))
+    >>> corrected = correct_biases(model, quantize(model, recipe=planned), planned, stats)
+    >>> bool(jnp.allclose(transparent(lambda model, x: model(x))(corrected, x), model(x), atol=1e-4))
+    True
+    """
+    return _split(quantized).correct_biases(_split(model).params, plan, stats, biases=biases)
 
 
 def transparent(

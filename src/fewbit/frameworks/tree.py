@@ -14,16 +14,23 @@ from jaxtyping import PyTree
 
 from ..array.qarray import is_qarray
 from ..errors import QuantError
-from ..ops.interpret.parameter_uses import array_paths, parameter_paths
-from ..recipe.apply import check_storable, quantize_params
+from ..ops.interpret.parameter_uses import parameter_paths
+from ..recipe.apply import planned_observations, quantize_params
+from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from ..recipe.plan import plan as make_plan
-from ..recipe.quantize_row import quantize_row
+from ..recipe.quantize_row import SupportsObservations, quantize_row
 from ..recipe.recipe import RecipeLike
 
 
 def quantize(
-    fn: Callable[..., Any] | None, tree: PyTree, *inputs: PyTree, recipe: RecipeLike | Plan, donate: bool = False
+    fn: Callable[..., Any] | None,
+    tree: PyTree,
+    *inputs: PyTree,
+    recipe: RecipeLike | Plan,
+    method: AbstractMethod = NEAREST,
+    stats: SupportsObservations | None = None,
+    donate: bool = False,
 ) -> PyTree:
     """Quantizes a parameter tree by a recipe.
 
@@ -35,6 +42,8 @@ def quantize(
         tree: the parameters, such as an Equinox module.
         inputs: example inputs of `fn`; arrays or `jax.ShapeDtypeStruct`s.
         recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of this tree.
+        method: how scales and codes are chosen, as in `fb.quantize_params`.
+        stats: what `fb.observe` collected with `collect=method.collect`, as in `fb.quantize_params`.
         donate: whether the float arrays of quantized parameters are deleted. `tree` cannot be used afterwards; an array that it
             contains several times is kept.
 
@@ -53,23 +62,21 @@ def quantize(
     if not isinstance(recipe, Plan):
         recipe = make_plan(fn, tree, *inputs, recipe=recipe)
     if not donate:
-        return quantize_params(tree, recipe)
-    return _quantize_and_free(tree, recipe)
+        return quantize_params(tree, recipe, method=method, stats=stats)
+    return _quantize_and_free(tree, recipe, method, stats)
 
 
-def _quantize_and_free(tree: PyTree, plan: Plan) -> PyTree:
+def _quantize_and_free(tree: PyTree, plan: Plan, method: AbstractMethod, stats: SupportsObservations | None) -> PyTree:
     """`quantize_params` that frees each float array before it reads the next."""
-    check_storable(plan)
+    seen = planned_observations(tree, plan, method, stats)
     rows = {row.path: row for row in plan}
-    if other := sorted(set(rows) ^ set(array_paths(tree))):
-        raise QuantError(f"the plan is for another tree: {', '.join(other[:5])} exist in only one of the two")
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
     places = Counter(map(id, leaves))
     for i, path in enumerate(parameter_paths(tree)):
         source = leaves[i]
         if isinstance(source, Tracer):
             raise QuantError(f"donate=True deletes arrays, and {path} is traced; donate the argument of jax.jit instead")
-        if path in rows and (q := quantize_row(source, rows[path])) is not source:
+        if path in rows and (q := quantize_row(source, rows[path], method, seen[path])) is not source:
             leaves[i] = jax.block_until_ready(q)
             if places[id(source)] == 1 and isinstance(source, jax.Array):
                 source.delete()

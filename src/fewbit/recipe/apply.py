@@ -52,6 +52,29 @@ def quantize_params(
     """
     if not isinstance(plan, Plan):
         plan = make_plan(None, params, recipe=plan)
+    seen, leaves = planned_observations(params, plan, method, stats), array_paths(params)
+    return with_leaves(params, {row.path: quantize_row(leaves[row.path], row, method, seen[row.path]) for row in plan})
+
+
+def planned_observations(
+    params: PyTree, plan: Plan, method: AbstractMethod, stats: SupportsObservations | None
+) -> dict[str, PyTree]:
+    """The statistics with which a method quantizes each parameter of a plan, after all checks of plan and statistics.
+
+    Args:
+        params: the tree of arrays.
+        plan: the plan.
+        method: as in `quantize_params`.
+        stats: as in `quantize_params`.
+
+    Returns:
+        For the path of each row an observation; None where the method needs none.
+
+    Raises:
+        QuantError: when the plan and the tree do not have the same parameters; when statistics are missing, or given to a
+            method that uses none.
+        UnsupportedError: as in `check_storable`.
+    """
     if stats is not None and not method.collect:
         raise QuantError(
             f"stats is given, and method {method.name} uses none; leave it out, or pass method=fb.methods.GPTQ()"
@@ -65,8 +88,7 @@ def quantize_params(
             f"the plan is for another tree: it has no row for {missing[:5]}, and the tree does not have {extra[:5]}; "
             "make a plan of this tree"
         )
-    seen = {path: observation_of(row, method, stats) for path, row in rows.items()}
-    return with_leaves(params, {path: quantize_row(leaves[path], row, method, seen[path]) for path, row in rows.items()})
+    return {path: observation_of(row, method, stats) for path, row in rows.items()}
 
 
 def check_storable(plan: Plan) -> None:
