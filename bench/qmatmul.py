@@ -42,6 +42,8 @@ from .peers import torch_products
 
 PEERS = ("torch",)
 INT8 = "x int8"
+COMPARED = ("XLA float32", "torch int4, groups of 64", "torch int8", "plain read of 4 bits", "plain read of 8 bits")
+"""The contenders whose ratios are saved with their spread."""
 
 
 def main() -> int:
@@ -131,7 +133,8 @@ def row(m: int, name: str, times: dict[str, Timing]) -> dict[str, Any]:
     low, middle, high = times[name].ratio(times["XLA float32"])
     least, median = 1e3 * min(times[name].seconds), times[name].median
     text = f"M={m:<4} {name:28} {median:8.3f} ms (least {least:.3f})  {middle:6.2f} of XLA float32 ({low:.2f} to {high:.2f})"
-    return {"m": m, "who": name, "ms": median, "least_ms": least, "of_xla_float32": middle, "text": text}
+    of = {peer: times[name].quartiles(times[peer]) for peer in COMPARED if peer in times}
+    return {"m": m, "who": name, "ms": median, "least_ms": least, "of_xla_float32": middle, "of": of, "text": text}
 
 
 if __name__ == "__main__":

@@ -126,6 +126,7 @@ def row(name: str, what: str, who: str, times: dict[str, Timing], error: float) 
         "ms": milliseconds,
         "copy_in_place_ms": times[IN_PLACE].median,
         "copies_in_place": middle,
+        "copies_in_place_quartiles": times[who].quartiles(times[IN_PLACE]),
         "fresh_copy_ms": times[FRESH].median,
         "fresh_copies": fresh,
         "error_percent": error,

@@ -64,6 +64,7 @@ def main() -> int:
                 "run": name,
                 "ms": timing.median,
                 "ratio": middle,
+                "quartiles": timing.quartiles(times["float"]),
                 "compile_s": seconds[name],
                 "compile_ratio": compiling,
                 "text": text,

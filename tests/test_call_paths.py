@@ -10,7 +10,6 @@ import typer
 
 import fewbit as fb
 from fewbit.cli.commands import app
-from fewbit.kernels.quantize import quantize
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "fewbit"
@@ -19,7 +18,7 @@ CODE = re.compile(r"`([^`]+)`")
 FILE = re.compile(r"[\w/]+(\.(py|cc)|/)")
 NAME = re.compile(r"[A-Za-z_][\w.]*")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
-WORDS = ("x @ q", "[B, R, C]", "q[...]")
+WORDS = ("x @ q", "[B, R, C]", "q[...]", "src/fewbit")
 """What is in the page's code font and is neither a file, a name nor a command."""
 
 
@@ -36,7 +35,7 @@ def defines(text: str, name: str) -> bool:
 def exists(name: str) -> bool:
     """Whether a name of the page is one of `fb`, JAX, a QArray, or of a source."""
     space, _, rest = name.partition(".")
-    owners = {"fb": fb, "jnp": jnp, "q": quantize(jnp.ones((2, 2)), "int8")}
+    owners = {"fb": fb, "jnp": jnp, "q": fb.QArray}
     if rest and space in owners:
         return hasattr(owners[space], rest)
     sources = (path.read_text() for path in SOURCES.rglob("*.py"))
@@ -68,7 +67,7 @@ def test_every_name_exists() -> None:
 
 @pytest.mark.once
 def test_a_name_is_defined_in_the_file_before_it() -> None:
-    pairs = re.findall(r"`([\w/]+\.py)`, `([\w.]+)`", PAGE) + [
+    pairs = re.findall(r"`([\w/]+\.py)`, `(?!fb\.)([\w.]+)`", PAGE) + [
         (path, name) for name, path in re.findall(r"`(\w+)` \(`([\w/]+\.py)`\)", PAGE)
     ]
     assert len(pairs) > 15

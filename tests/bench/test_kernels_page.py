@@ -155,41 +155,64 @@ def activations() -> Iterator[Row]:
         yield r["recipe"], *cells
 
 
+LEVELS = ("-avx2", "")
+"""The endings of the files that are limited to AVX2, and of those with AVX-512."""
+
+
 def goals() -> Iterator[Row]:
-    """Ratios by instruction set: AVX2, then AVX-512."""
-    suffixes = ("-avx2", "")
-    runs, products, pairs, made = (
-        [saved(f"{name}{suffix}") for suffix in suffixes] for name in ("generation", "qmatmul", "integers", "quantize")
+    """Ratios by instruction set, AVX2 and then AVX-512, with the quartiles of the rounds."""
+    runs, products, pairs, made, steps = (
+        [saved(f"{name}{ending}") for ending in LEVELS]
+        for name in ("generation", "qmatmul", "integers", "quantize", "training_step")
     )
+
+    def spread(quartiles: list[float]) -> str:
+        low, middle, high = quartiles
+        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
     for shown, what, who in (
-        ("write 64 tokens, int8 activations, of llama.cpp's rate", "write", "fewbit, int8"),
-        ("write 64 tokens, float32 activations", "write", "fewbit"),
-        ("read 512 tokens, int8 activations", "read", "fewbit, int8"),
-        ("read 512 tokens, float32 activations", "read", "fewbit"),
+        ("decode 64 tokens, int8 activations, of llama.cpp's rate", "write", "fewbit, int8"),
+        ("decode 64 tokens, float32 activations", "write", "fewbit"),
+        ("prefill 512 tokens, int8 activations", "read", "fewbit, int8"),
+        ("prefill 512 tokens, float32 activations", "read", "fewbit"),
     ):
-        yield shown, *(f"{one(rows, what=what, who=who)['times_llama_cpp']:.2f}" for rows in runs)
-
-    def of(rows: list[dict[str, Any]], m: int, who: str, other: str) -> str:
-        return f"{one(rows, m=m, who=who)['ms'] / one(rows, m=m, who=other)['ms']:.2f}"
-
+        yield shown, *(spread(one(rows, what=what, who=who)["times_llama_cpp_quartiles"]) for rows in runs)
     for shown, m, who, other in (
         ("int4_g64, 1 row, of torch int4pack's time", 1, "int4_g64 [N, K]", "torch int4, groups of 64"),
         ("int8, 1 row, of torch int8pack's time", 1, "int8 [N, K]", "torch int8"),
         ("int4_g64, 1 row of int8, of a plain read's time", 1, "int4_g64 x int8 [N, K]", "plain read of 4 bits"),
         ("q4_1, 1 row of int8, of a plain read's time", 1, "q4_1 x int8 [N, K]", "plain read of 4 bits"),
         ("mxfp6, 1 row, of the dense product's time", 1, "mxfp6 [N, K]", "XLA float32"),
+        ("int8, 1 row, `x @ w`, of the dense product's time", 1, "int8 [K, N]", "XLA float32"),
+        ("int4_g64, 256 rows, of the dense product's time", 256, "int4_g64 [N, K]", "XLA float32"),
+        ("int4_g64, 256 rows, `x @ w`, of the dense product's time", 256, "int4_g64 [K, N]", "XLA float32"),
     ):
-        yield shown, *(of(rows, m, who, other) for rows in products)
+        yield shown, *(spread(one(rows, m=m, who=who)["of"][other]) for rows in products)
     yield (
         "W8A8, 256 rows, tiles of 64, of `torch._int_mm`",
-        *(of(r, 256, "int4_g64 [N, K]", "torch int8 [N, K]") for r in pairs),
+        *(spread(one(rows, m=256, who="int4_g64 [N, K]")["of"]["torch int8 [N, K]"]) for rows in pairs),
     )
     for name in ("int4_g64", "nf4", "mxfp4", "nvfp4"):
-        found = (one(rows, scheme=name, what="quantize", who="fewbit")["copies_in_place"] for rows in made)
-        yield f"quantize {name}, of a copy in place", *(f"{ratio:.1f}" for ratio in found)
-    for steps in zip(saved("training_step-avx2")[1:], saved("training_step")[1:], strict=True):
-        found = (f"{r['ratio']:.2f} / {r['compile_ratio']:.1f}" for r in steps)
-        yield f"a training step in {steps[0]['run']}, of the float step's time / to compile", *found
+        found = (one(rows, scheme=name, what="quantize", who="fewbit")["copies_in_place_quartiles"] for rows in made)
+        yield f"quantize {name}, of a copy in place", *map(spread, found)
+    for run in ("int8", "fp8", "nvfp4", "mxfp4"):
+        found = (one(rows, run=run) for rows in steps)
+        yield (
+            f"a training step in {run}, of the float step's time / to compile",
+            *(f"{spread(r['quartiles'])} / {r['compile_ratio']:.2f}" for r in found),
+        )
+
+
+def test_the_targets_are_of_one_machine_and_day():
+    files = [
+        f"{name}{ending}" for name in ("generation", "qmatmul", "integers", "quantize", "training_step") for ending in LEVELS
+    ]
+    origins = {
+        tuple(json.loads((ROOT / "bench" / "results" / f"{f}.json").read_text())[k] for k in ("device", "date"))
+        for f in files
+    }
+    assert len(origins) == 1
+    assert origins.pop()[1] in PAGE.split("### Targets and results")[1].split("| work |")[0]
 
 
 FILES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {

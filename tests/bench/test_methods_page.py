@@ -1,4 +1,4 @@
-"""The tables of docs/methods.md show the numbers of bench/results."""
+"""The tables of docs/methods.md and docs/methods-figures.md show the numbers of bench/results."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "methods.md").read_text()
+FIGURES = (ROOT / "docs" / "methods-figures.md").read_text()
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -49,18 +50,62 @@ def by_budget() -> Iterator[str]:
         yield line([*cells, f"{found['gptq']['perplexity']:.2f}"])
 
 
+METHODS = ("rtn", "hqq", "imatrix", "awq", "awq+gptq", "gptq", "gptq_mse", "qep", "rounding")
+
+
 def by_method() -> Iterator[str]:
-    more = [r for path in sorted(RESULTS.glob("methods-*.json")) for r in json.loads(path.read_text())["rows"]]
-    found = {(r["scheme"], r["method"]): r for r in (*saved("methods")["rows"], *more)}
-    measured = {r["scheme"] for r in more}
-    schemes = [scheme for scheme in dict.fromkeys(scheme for scheme, _ in found) if scheme in measured]
+    found = {(r["scheme"], r["method"]): r for r in saved("methods")["rows"]}
+    schemes = list(dict.fromkeys(scheme for scheme, _ in found))
     yield line(["method", *schemes, "seconds"])
     yield line(["---", *["---:"] * (len(schemes) + 1)])
-    for method in ("rtn", *dict.fromkeys(r["method"] for r in more), "gptq"):
+    for method in METHODS:
         rows = [found.get((scheme, method)) for scheme in schemes]
         seconds = [r["seconds"] for r in rows if r is not None]
         spread = " to ".join(dict.fromkeys(f"{of(seconds):.0f}" for of in (min, max)))
         yield line([f"`{method}`", *(f"{r['kl']:.4f}" if r is not None else "" for r in rows), spread])
+
+
+def every_row(name: str, columns: dict[str, tuple[str, str]], schemes: tuple[str, ...]) -> Iterator[str]:
+    """A row for each scheme and method of a file.
+
+    Args:
+        name: of the file.
+        columns: the key and the format of each cell by its heading; a cell that was not measured is empty.
+        schemes: in the order of the table.
+    """
+    origin = {key: saved(name)[key] for key in ("date", "device")}
+    found = {(r["scheme"], r["method"]): origin | r for r in saved(name)["rows"]}
+    yield line(["scheme", "method", *columns, "seconds", "peak memory, GB", "measured on"])
+    yield line(["---", "---", *["---:"] * (len(columns) + 2), "---"])
+    for scheme in schemes:
+        for row in (found[scheme, method] for method in METHODS if (scheme, method) in found):
+            cells = [cell.format(**row) if key in row else "" for key, cell in columns.values()]
+            peak = f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else ""
+            where = f"{row['date']}, {'EPYC' if 'EPYC' in row['device'] else 'Xeon'}"
+            yield line([scheme, f"`{row['method']}`", *cells, f"{row['seconds']:.0f}", peak, where])
+
+
+SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
+
+
+def figures_of_smollm2() -> Iterator[str]:
+    columns = {"output error": ("output_error", "{output_error:.3f}"), "perplexity": ("perplexity", "{perplexity:.5g}")}
+    columns |= {"KL divergence": ("kl", "{kl:.4f} ± {kl_error:.4f}"), "same token": ("top1", "{top1:.1%}")}
+    return every_row("methods", columns, SCHEMES)
+
+
+def figures_of_minilm() -> Iterator[str]:
+    columns = {"output error": ("plain_error", "{plain_error:.3f}")}
+    columns |= {"with corrected biases": ("biases_error", "{biases_error:.3f}")}
+    return every_row("encoder_methods", columns, SCHEMES)
+
+
+def figures_of_whisper() -> Iterator[str]:
+    columns = {"output error of the encoder": ("plain_encoder_error", "{plain_encoder_error:.3f}")}
+    columns |= {"KL divergence": ("plain_kl", "{plain_kl:.3f} ± {plain_kl_error:.3f}")}
+    columns |= {"with corrected biases": ("biases_kl", "{biases_kl:.3f}"), "same token": ("plain_top1", "{plain_top1:.0%}")}
+    columns |= {"tokens wrong": ("plain_token_errors", "{plain_token_errors:.0%}")}
+    return every_row("whisper_methods", columns, SCHEMES)
 
 
 def of_rotated_inputs() -> Iterator[str]:
@@ -116,16 +161,22 @@ def beside_other_gptq() -> Iterator[str]:
 TABLES = {"methods": by_scheme, "more methods": by_method, "allocation": by_budget}
 TABLES |= {"rotations": of_rotated_inputs, "encoder": of_an_encoder, "whisper": of_whisper, "llama.cpp": beside_llama_cpp}
 TABLES |= {"peer gptq": beside_other_gptq}
+OF_FIGURES = {"smollm2": figures_of_smollm2, "minilm": figures_of_minilm, "whisper": figures_of_whisper}
 
 
-def block(name: str) -> str:
-    """What the page has between the two marks of a table."""
-    return PAGE.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end {name} -->")[0]
+def block(page: str, name: str) -> str:
+    """What a page has between the two marks of a table."""
+    return page.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end {name} -->")[0]
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_table_is_that_of_its_file(name):
-    assert block(name).splitlines() == list(TABLES[name]())
+    assert block(PAGE, name).splitlines() == list(TABLES[name]())
+
+
+@pytest.mark.parametrize("name", OF_FIGURES)
+def test_the_figures_are_those_of_their_file(name):
+    assert block(FIGURES, name).splitlines() == list(OF_FIGURES[name]())
 
 
 def test_the_sentences_too():
@@ -181,8 +232,7 @@ def test_where_searched_scales_are_the_best():
 
 
 def test_what_searched_scales_leave_of_a_decoder_and_of_speech():
-    ours = {r["scheme"]: r for r in saved("methods-gptq-mse")["rows"]}
-    gptq = {r["scheme"]: r for r in saved("methods")["rows"] if r["method"] == "gptq"}
+    ours, gptq = ({r["scheme"]: r for r in saved("methods")["rows"] if r["method"] == m} for m in ("gptq_mse", "gptq"))
     left = {scheme: f"{100 * row['kl'] / gptq[scheme]['kl']:.0f} %" for scheme, row in ours.items()}
     assert "leaves {int3_g64} of GPTQ's divergence at 3 bits".format(**left) in PAGE
     assert (
@@ -199,11 +249,11 @@ def test_what_searched_scales_leave_of_a_decoder_and_of_speech():
     assert f"Searched scales leave {100 * kl['gptq_mse'] / kl['gptq']:.0f} % of GPTQ's divergence at 3 bits" in PAGE
 
 
-if __name__ == "__main__":  # writes the tables into the page
-    text = PAGE
-    for key, rows in TABLES.items():
-        before, rest = text.split(f"<!-- {key} -->\n")
-        text = (
-            f"{before}<!-- {key} -->\n" + "\n".join(rows()) + f"\n<!-- end {key} -->" + rest.split(f"<!-- end {key} -->")[1]
-        )
-    (ROOT / "docs" / "methods.md").write_text(text)
+if __name__ == "__main__":  # writes the tables into the pages
+    for path, tables in (("methods", TABLES), ("methods-figures", OF_FIGURES)):
+        file = ROOT / "docs" / f"{path}.md"
+        text = file.read_text()
+        for key, rows in tables.items():
+            mark, end = f"<!-- {key} -->\n", f"\n<!-- end {key} -->"
+            text = text.replace(f"{mark}{block(text, key)}{end}", mark + "\n".join(rows()) + end)
+        file.write_text(text)
