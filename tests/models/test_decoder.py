@@ -125,11 +125,9 @@ DYNAMIC = dataclasses.replace(SMALL, rope_scaling=Dynamic(2.0, 4))
 def test_padding_after_a_prompt_changes_nothing(config: DecoderConfig, kv: KVPolicy | None):
     params, tokens = random_params(config), random_tokens(config, 2, 12)
     exact, cache = prefill(params, tokens[:, :6], empty_cache(config, batch=2, max_length=16, kv=kv), config)
-    padded, cache = (
-        jnp.concatenate([tokens[:, :6], tokens[:, :4]], axis=1),
-        empty_cache(config, batch=2, max_length=16, kv=kv),
-    )
-    logits, filled = prefill(params, padded, cache, config, length=jnp.int32(6))
+    padded = jnp.concatenate([tokens[:, :6], tokens[:, :4]], axis=1)
+    empty = empty_cache(config, batch=2, max_length=16, kv=kv)
+    logits, filled = prefill(params, padded, empty, config, length=jnp.int32(6))
     np.testing.assert_allclose(logits, exact, **ROUNDING)
     assert int(filled.length) == 6
     for t in range(6, 12):

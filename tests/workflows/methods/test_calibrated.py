@@ -227,4 +227,5 @@ def test_a_killed_process_loses_one_layer_at_most(tmp_path):
         assert not (tmp_path / "killed").exists()
     subprocess.run([*command, tmp_path / "killed"], check=True, capture_output=True)
     assert _files(tmp_path / "killed") == _files(tmp_path / "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {"hf", "text.txt", "whole", "killed"}
+    records = {".whole.fewbit-source", ".killed.fewbit-source"}
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "text.txt", "whole", "killed"} | records
