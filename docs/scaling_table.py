@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import P
 
 import fewbit as fb
 from fewbit.models import DecoderConfig, config_from_hf, forward, params_from_paths, shapes
@@ -48,7 +49,11 @@ TRAINING = fb.Recipe(
 REDUCTION = "mxfp8_e5m2"
 
 TRAINING_MESHES = (("8B", 8), ("8B", 64), ("70B", 64), ("70B", 256), ("400B mixture", 256), ("400B mixture", 1024))
-SERVING_MESHES = (("8B", 1), ("8B", 4), ("70B", 4), ("70B", 8), ("400B mixture", 8), ("400B mixture", 16))
+SERVING_MESHES = (("8B", 1), ("8B", 4), ("70B", 4), ("70B", 8), ("400B mixture", 4), ("400B mixture", 8))
+SERVING = {name: P("tensor") for name in ("q", "k", "v", "gate", "up", "embed", "head")} | {
+    name: P(None, "tensor") for name in ("o", "down")
+}
+"""The spec of each matrix `[out, in]` by its last name; norms and routers are whole on every device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +62,22 @@ class Parameter:
 
     Attributes:
         path: its path.
-        size: its number of elements.
-        coded: its bytes under the recipe; None where it stays float.
+        shape: its shape.
+        scheme: its scheme under the recipe; None where it stays float.
+        coded: its bytes in that scheme; None likewise.
         reduced: the bytes of its gradient in `REDUCTION`; None likewise.
     """
 
     path: str
-    size: int
-    coded: int | None
-    reduced: int | None
+    shape: tuple[int, ...]
+    scheme: fb.Scheme | None = None
+    coded: int | None = None
+    reduced: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return math.prod(self.shape)
 
 
 def parameters(config: DecoderConfig, recipe: fb.Recipe | str) -> list[Parameter]:
@@ -93,16 +105,20 @@ def plan_of(config: DecoderConfig, recipe: fb.Recipe | str, dtype: Any = jnp.bfl
 def parameter(path: str, shape: tuple[int, ...], row: Any) -> Parameter:
     """A parameter whose row of a plan is known."""
     if row.policy is None:
-        return Parameter(path, math.prod(shape), None, None)
+        return Parameter(path, shape)
     assert row.shape == shape
-    return Parameter(path, math.prod(shape), row.bytes_after, reduced_bytes(shape))
+    return Parameter(path, shape, row.policy.weight, row.bytes_after, reduced_bytes(shape))
 
 
 @functools.cache
 def reduced_bytes(shape: tuple[int, ...]) -> int:
     """The bytes of a gradient in `REDUCTION`."""
-    abstract: Any = jax.eval_shape(lambda x: fb.quantize(x, REDUCTION), jax.ShapeDtypeStruct(shape, jnp.float32))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract(shape, REDUCTION)))
+
+
+def abstract(shape: tuple[int, ...], scheme: fb.Scheme | str) -> Any:
+    """A QArray of shapes alone."""
+    return jax.eval_shape(lambda x: fb.quantize(x, scheme), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 def collectives(found: Iterable[Parameter], devices: int, itemsize: int) -> dict[tuple[str, str], int]:
@@ -122,6 +138,57 @@ def collectives(found: Iterable[Parameter], devices: int, itemsize: int) -> dict
         ("all-gather", "float"): plain,
         ("reduce-scatter", "float"): plain // devices,
     }
+
+
+def state_bytes(found: Iterable[Parameter], devices: int) -> int:
+    """The bytes of float32 weights, their gradients and Adam's two moments on one device, fully sharded."""
+    return 16 * sum(p.size for p in found) // devices
+
+
+def decoding_collectives(config: DecoderConfig, found: Iterable[Parameter], batch: int = 1) -> dict[tuple[str, str], int]:
+    """The result bytes of the collectives of one tensor-parallel decode step on a device, with its greedy choice of tokens.
+
+    The partitioner sums each product of `o` and `down` over the devices in float32, before it is rounded to the dtype of the
+    residual stream, and the product of each active expert by itself. The row of a token comes from the device that has it.
+
+    Args:
+        config: the configuration; experts are stacked, and none is shared.
+        found: its parameters.
+        batch: the number of sequences.
+    """
+    experts = [config.experts_of(layer) for layer in range(config.layers)]
+    sums = sum(1 + (1 if one is None else one.active) for one in experts)
+    embed = next(p for p in found if p.path == "embed")
+    row = 4 * config.width if embed.coded is None else 0
+    return {
+        ("all-reduce", "float"): batch * (4 * config.width * sums + row + 4),  # and the largest logit
+        ("all-reduce", "codes"): batch * (embed.coded or 0) // config.vocab,
+        ("all-reduce", "token"): batch * 4,
+    }
+
+
+@functools.cache
+def held_bytes(shape: tuple[int, ...], scheme: fb.Scheme | None, name: str, devices: int) -> int:
+    """The bytes that one device has of a parameter in tensor-parallel serving.
+
+    Args:
+        shape: its shape.
+        scheme: its scheme; None: bfloat16.
+        name: the last name of its path.
+        devices: the length of the mesh axis.
+
+    Raises:
+        QuantError: when a shard would cut a tile or a byte.
+    """
+    whole = jax.ShapeDtypeStruct(shape, jnp.bfloat16) if scheme is None else abstract(shape, scheme)
+    shardings = fb.shardings_of(whole, jax.sharding.AbstractMesh((devices,), ("tensor",)), SERVING.get(name))
+    parts = jax.tree.map(lambda leaf, s: math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize, whole, shardings)
+    return sum(jax.tree.leaves(parts))
+
+
+def weight_bytes(found: Iterable[Parameter], devices: int) -> int:
+    """The bytes of all parameters on one device in tensor-parallel serving; those without a scheme are bfloat16."""
+    return sum(held_bytes(p.shape, p.scheme, p.path.rsplit("/", 1)[-1], devices) for p in found)
 
 
 # --- the tables ---
@@ -145,7 +212,7 @@ def training() -> Iterator[str]:
         gathered = 2 * (sent["all-gather", "codes"] + sent["all-gather", "float"])
         plain = devices * sent["reduce-scatter", "float"]
         cells = [
-            16 * size / devices,
+            state_bytes(found, devices),
             sum(2 * p.size for p in layer),
             sum(p.coded or 2 * p.size for p in layer),
             received(2 * 2 * size + 4 * size, devices),
@@ -160,13 +227,12 @@ def serving() -> Iterator[str]:
     yield "| model | mesh | bfloat16 | int8 | nvfp4 | wire for each token |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     for name, devices in SERVING_MESHES:
-        one = config(name)
-        weights = [sum(2 * p.size for p in planned(name, "nvfp4")) / devices]
-        for recipe in ("int8", "nvfp4"):
-            weights.append(sum(p.coded or 2 * p.size for p in planned(name, recipe)) / devices)
-        # Two all-reduces of the residual stream a layer, of a reduce-scatter and an all-gather each.
-        wire = received(2 * 2 * one.layers * 2 * one.width, devices)
-        yield f"| {name} | `tensor={devices}` | " + " | ".join(map(written, [*weights, wire])) + " |"
+        coded = planned(name, "nvfp4")
+        plans = [[Parameter(p.path, p.shape) for p in coded], planned(name, "int8"), coded]
+        # An all-reduce is a reduce-scatter and an all-gather.
+        wire = received(2 * sum(decoding_collectives(config(name), coded).values()), devices)
+        cells = [*(weight_bytes(found, devices) for found in plans), wire]
+        yield f"| {name} | `tensor={devices}` | " + " | ".join(map(written, cells)) + " |"
 
 
 @functools.cache
