@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from fewbit.kernels import lowering
+
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src/fewbit/kernels"
 REPLAY = Path(__file__).parent / "replay"
@@ -103,6 +105,7 @@ class Calls:
 
     def replayed(self, program: Path, folder: Path, cpu: str = "max") -> list[np.ndarray]:
         """The results of the same calls in the emulator."""
+        assert self.count
         (folder / "calls").write_bytes(struct.pack("<q", self.count) + b"".join(self.words))
         emulated(program, str(folder / "calls"), str(folder / "results"), cpu=cpu)
         memory, results = (folder / "results").read_bytes(), []
@@ -122,19 +125,27 @@ class Calls:
 
 @contextlib.contextmanager
 def recorded(monkeypatch: Any) -> Iterator[Calls]:
-    """Within it every call of an extension is written down; it must not be traced."""
+    """Within it every call of an extension on values is written down; what only traces one, for its shapes, is not."""
     calls, real = Calls(), jax.ffi.ffi_call
+
+    def bind(call: lowering.AbstractCall, *leaves: jax.Array) -> lowering.Leaves:
+        """Not compiled, so that the extension is called with values."""
+        (kernel,) = (kernel for kernel in call.kernels if kernel.platform == "cpu")
+        return call.by_kernel(kernel, *leaves)
 
     def ffi_call(target: str, result: Any, **settings: Any) -> Any:
         call = real(target, result, **settings)
 
         def run(*args: Any, **attrs: Any) -> Any:
             out = call(*args, **attrs)
-            calls.add(target, args, [np.asarray(leaf) for leaf in jax.tree.leaves(out)], attrs)
+            results = jax.tree.leaves(out)
+            if not any(isinstance(leaf, jax.core.Tracer) for leaf in results):
+                calls.add(target, args, [np.asarray(leaf) for leaf in results], attrs)
             return out
 
         return run
 
     with monkeypatch.context() as patched:
         patched.setattr(jax.ffi, "ffi_call", ffi_call)
+        patched.setattr(lowering, "bind", bind)
         yield calls

@@ -8,6 +8,7 @@ import pytest
 import fewbit as fb
 from fewbit.kernels.attention import attention
 from fewbit.kernels.extension import extension
+from fewbit.kernels.qmatmul.cpu.block_ffi import native_blocks
 from fewbit.kernels.qmatmul.cpu.ffi import native_product
 from fewbit.kernels.qmatmul.cpu.int8_ffi import native_integers
 from fewbit.kernels.quantize import dequantize, quantize
@@ -15,6 +16,7 @@ from tests.conformance import array_laws as laws
 from tests.kernels import arm64
 from tests.kernels.attention.cpu.test_backend import POLICIES, SHAPES, cache
 from tests.kernels.attention.test_int8_queries import operands, rounding_of_weights, weights_of
+from tests.kernels.qmatmul.cpu import test_block_ffi as blocks
 from tests.kernels.qmatmul.cpu.test_backend import COLS, ROWS, activation, weight
 from tests.kernels.quantize.cpu.test_backend import KINDS, hard
 from tests.kvcache.formula import by_formula
@@ -33,7 +35,8 @@ pytestmark = [
     ),
 ]
 
-PROCESSORS = ("max", "cortex-a53")  # one with all that the emulator knows, and one with what every arm64 has
+PROCESSORS = {"max": "i8mm", "neoverse-n1": "dotprod", "cortex-a53": "neon"}
+"""The emulated processors, and the best instruction set of each for products of bytes."""
 
 
 def replay(calls: arm64.Calls, source: str, folder, cpu: str = "max") -> list[np.ndarray]:
@@ -47,6 +50,25 @@ def replay(calls: arm64.Calls, source: str, folder, cpu: str = "max") -> list[np
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def test_instruction_sets_for_products_of_bytes(monkeypatch, tmp_path):
+    """The best of each processor, those that a call asks for, and those that FEWBIT_ISA allows; smmla is in the kernels."""
+    source, order = tmp_path / "isa.cc", ("neon", "dotprod", "i8mm")
+    source.write_text("""#include <cstdio>
+#include "cpp/isa.h"
+int main() { for (int level = -1; level < 4; ++level) std::puts(fewbit::NameOf(fewbit::ByteDotIsaOf(level))); }
+""")
+    program = arm64.compiled(tmp_path / "isa", source)
+    for cpu, best in PROCESSORS.items():
+        for limit, name in (("", "i8mm"), ("portable", "neon"), ("dotprod", "dotprod"), ("i8mm", "i8mm")):
+            monkeypatch.setenv("FEWBIT_ISA", limit)
+            levels = ("i8mm", "neon", "dotprod", "dotprod", "i8mm")
+            expected = [min(level, name, best, key=order.index) for level in levels]
+            assert arm64.emulated(program, cpu=cpu).split() == expected
+    source.write_text('#include "qmatmul/cpu/int8/kernels.h"')
+    assembly = arm64.compiled(tmp_path / "kernels.s", source, optimize="-S").read_text(errors="replace")
+    assert "smmla" in assembly
 
 
 def test_quantize_and_dequantize(monkeypatch, tmp_path):
@@ -91,15 +113,20 @@ def test_products(monkeypatch, tmp_path):
 
 
 def test_products_of_integers(monkeypatch, tmp_path):
-    """The same bits, with the instruction for products of bytes and without."""
+    """The same bits with smmla, with sdot, and without either; for rows that no block of rows and no pair divides."""
     pairs = []
     for lhs, rhs in (("int8", "int8"), ("int8", "int4"), ("uint8", "uint4"), ("int8", "int4_g64")):
-        for shape, axis in (((70, 320), -1), ((320, 70), -2)):
-            pairs.append((weight(lhs, -1, (7, 320)), weight(rhs, axis, shape), axis == -1))
+        for shape, axis in (((70, 300), -1), ((300, 70), -2)):
+            pairs.append((weight(lhs, -1, (5 + len(pairs), 300)), weight(rhs, axis, shape), axis == -1))
     with arm64.recorded(monkeypatch) as calls:
         for x, w, contracts_cols in pairs:
             stacks = (jax.tree.map(lambda leaf: leaf[None], q) for q in (x, w))
             native_integers(*stacks, contracts_cols=contracts_cols, dtype=jnp.float32)
+        for case in ("int4_g64", "q4_1", "q8_0", "int3_g64"):
+            for axis in (-1, -2):
+                q = blocks.weight(*blocks.CASES[case], axis)
+                x = blocks.activation(15, q.shape[axis], q.tiles[axis])  # so many rows take panels
+                native_blocks(x, q, contracts_cols=axis == -1, dtype=jnp.float32)
     for cpu in PROCESSORS:
         for got, expected in zip(replay(calls, "qmatmul/cpu/int8_gemm.cc", tmp_path, cpu), calls.results, strict=True):
             np.testing.assert_array_equal(as_bytes(got), as_bytes(expected))

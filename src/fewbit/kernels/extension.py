@@ -25,8 +25,11 @@ EXTENSIONS = (
 )
 """Every compiled module."""
 
-ISAS = ("portable", "avx2", "avxvnni", "avx512")
-"""What FEWBIT_ISA may name. On arm64 portable means NEON without sdot, and the others are no limit."""
+ISAS = ("portable", "avx2", "avxvnni", "avx512", "dotprod", "i8mm")
+"""What FEWBIT_ISA may name. On arm64 portable means NEON without sdot, dotprod means NEON with sdot and without smmla.
+
+Those of another processor are no limit.
+"""
 
 ARM64_ISAS = ("neon", "dotprod")
 """The instruction sets of arm64, whose kernels ran in an emulator only."""

@@ -9,7 +9,8 @@
 // of such a template, and it could be one that the machine cannot run.
 //
 // With `#define FEWBIT_BYTE_DOT 1` before, the kernels are also compiled for AVX2 with VNNI and for arm64 with sdot, which
-// multiply bytes; FEWBIT_VNNI says whether the instruction is there.
+// multiply bytes, and for arm64 with smmla, which multiplies matrices of them; FEWBIT_VNNI says whether an instruction multiplies
+// bytes, FEWBIT_I8MM whether smmla is there.
 //
 // Translation units. setup.py compiles a source with `#define FEWBIT_UNITS n` n times at once, with FEWBIT_UNIT 0 to n - 1, and
 // links the objects: unit 0 is plain C++ and the handlers, 1 is AVX2, the others are AVX-512. Without FEWBIT_UNIT (tests, arm64,
@@ -59,10 +60,14 @@ Kernels GetKernels();
 namespace dotprod {
 Kernels GetKernels();
 }
+namespace i8mm {
+Kernels GetKernels();
+}
 #endif
 
 #define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 #define FEWBIT_VNNI 0
+#define FEWBIT_I8MM 0
 #if FEWBIT_IN_UNIT(0)
 namespace portable {
 #include FEWBIT_KERNELS
@@ -76,6 +81,15 @@ namespace dotprod {
 #include FEWBIT_KERNELS
 }
 FEWBIT_END
+#undef FEWBIT_I8MM
+#define FEWBIT_I8MM FEWBIT_KNOWS_I8MM
+#if FEWBIT_I8MM
+FEWBIT_BEGIN("arch=armv8.2-a+dotprod+i8mm")
+namespace i8mm {
+#include FEWBIT_KERNELS
+}
+FEWBIT_END
+#endif
 #undef FEWBIT_VNNI
 #endif
 #undef FEWBIT_LEVEL
@@ -114,6 +128,7 @@ FEWBIT_END
 #undef FEWBIT_LEVEL
 #endif
 #endif
+#undef FEWBIT_I8MM
 
 #if FEWBIT_IN_UNIT(0)
 
@@ -126,6 +141,9 @@ inline Kernels KernelsFor(Isa isa) {
 #endif
   if (isa != Isa::kPortable) return avx2::GetKernels();
 #elif FEWBIT_ARM64 && FEWBIT_BYTE_DOT
+#if FEWBIT_KNOWS_I8MM
+  if (isa == Isa::kI8mm) return i8mm::GetKernels();
+#endif
   if (isa == Isa::kDotprod) return dotprod::GetKernels();
 #endif
   return portable::GetKernels();

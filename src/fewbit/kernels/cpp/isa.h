@@ -17,6 +17,8 @@
 #include <arm_neon.h>
 #if defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 #else
 #define FEWBIT_ARM64 0
@@ -37,10 +39,17 @@
 #define FEWBIT_KNOWS_AVXVNNI 0
 #endif
 
+// Compilers that have arm64's smmla.
+#if defined(__clang__) || __GNUC__ >= 10
+#define FEWBIT_KNOWS_I8MM 1
+#else
+#define FEWBIT_KNOWS_I8MM 0
+#endif
+
 namespace fewbit {
 
-// Only kernels with FEWBIT_BYTE_DOT have the last two (foreach_isa.h).
-enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvxVnni = 3, kDotprod = 4 };
+// Only kernels with FEWBIT_BYTE_DOT have the last three (foreach_isa.h).
+enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvxVnni = 3, kDotprod = 4, kI8mm = 5 };
 
 // Whether the environment variable FEWBIT_ISA names an instruction set, which is then the best that is used.
 inline bool IsLimitedTo(const char* isa) {
@@ -92,18 +101,34 @@ inline bool HasDotprod() {
 #endif
 }
 
-// As `IsaOf` for kernels with FEWBIT_BYTE_DOT, whose levels are plain C++, AVX2, AVX2 with VNNI and AVX-512; on arm64 NEON and sdot.
+// Whether an arm64 with sdot has smmla, too.
+inline bool HasI8mm() {
+#if FEWBIT_ARM64 && FEWBIT_KNOWS_I8MM && defined(__linux__)
+  return HasDotprod() && !IsLimitedTo("dotprod") && (getauxval(AT_HWCAP2) & (1ul << 13));  // HWCAP2_I8MM
+#elif FEWBIT_ARM64 && FEWBIT_KNOWS_I8MM && defined(__APPLE__)
+  int found = 0;  // every M2 and later
+  size_t size = sizeof(found);
+  return HasDotprod() && !IsLimitedTo("dotprod") &&
+         sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0 && found != 0;
+#else
+  return false;
+#endif
+}
+
+// As `IsaOf` for kernels with FEWBIT_BYTE_DOT, whose levels are plain C++, AVX2, AVX2 with VNNI and AVX-512; on arm64 0 is NEON, 1
+// and 2 are sdot, 3 is smmla.
 inline Isa ByteDotIsaOf(int64_t level) {
+  if (level < 0 || level > 2) level = 3;
+  if (FEWBIT_ARM64 && level == 3 && HasI8mm()) return Isa::kI8mm;
   if (FEWBIT_ARM64) return level != 0 && HasDotprod() ? Isa::kDotprod : Isa::kPortable;
   if (BestIsa() == Isa::kPortable || level == 0) return Isa::kPortable;
-  if (level < 0 || level > 2) level = 3;
   if (level == 3 && BestIsa() == Isa::kAvx512) return Isa::kAvx512;
   return level >= 2 && HasAvxVnni() ? Isa::kAvxVnni : Isa::kAvx2;
 }
 
 // On arm64 plain C++ has NEON, which every arm64 has.
 inline const char* NameOf(Isa isa) {
-  static const char* const names[] = {FEWBIT_ARM64 ? "neon" : "portable", "avx2", "avx512", "avxvnni", "dotprod"};
+  static const char* const names[] = {FEWBIT_ARM64 ? "neon" : "portable", "avx2", "avx512", "avxvnni", "dotprod", "i8mm"};
   return names[static_cast<int>(isa)];
 }
 

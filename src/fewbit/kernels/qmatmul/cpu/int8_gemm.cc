@@ -5,7 +5,8 @@
 // broadcast from memory. The added 128 times the row sum of x does not depend on w: sums start at its negative. The zero points
 // of w join it; those of x need the sums of w, which are the product with one more row of ones. A step may wrap around,
 // the result does not. Without VNNI (AVX2, plain C++) a step is products of 16 bits, since the older byte instruction saturates.
-// On arm64 sdot takes signed bytes on both sides; processors without it widen products to 16 bits.
+// On arm64 sdot takes signed bytes on both sides, and so does smmla, which panels take where the processor has it (i8mm): two rows
+// of x by two outputs, eight bytes of each. Processors without either widen products to 16 bits.
 //
 // Packing. Strips of 64 outputs by 256 contracted elements (16 KiB) are packed in groups of four bytes, from [N, K] by
 // transposing 16 x 16 words, from [K, N] by interleaving four rows. Low and high halves of 4-bit codes make two groups; x is

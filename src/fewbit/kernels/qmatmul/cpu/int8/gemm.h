@@ -38,19 +38,42 @@ static inline void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross]) {
   }
 }
 
-// The sums over groups of x[m] * w[n], for kRowsHere rows of x and one strip of w: begun at -added * x_sum[m], or where x_sum is
-// null at what `sums` holds; left there, or where a tile ends with them, scaled.
+// sum[m][n] += the products of groups of x[m] and w[n].
+#if FEWBIT_I8MM
+// One smmla multiplies eight bytes of two rows of x by those of two outputs: meanwhile sums lie in squares of two rows by two outputs.
+// The last one of an odd number of rows makes both rows of its squares.
 template <int kRowsHere>
-static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, const int32_t* x_sum, int32_t added,
-                         int32_t* sums, int64_t ld_sums, const Tile* tile) {
-  U sum[kRowsHere][kIntAcross];
-#pragma GCC unroll 8
-  for (int m = 0; m < kRowsHere; ++m) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kIntAcross; ++n) {
-      sum[m][n] = x_sum == nullptr ? LoadI(sums + m * ld_sums + n * kLanes) : SameI(x_sum[m]) * SameI(-added);
+INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, U (&sum)[kRowsHere][kIntAcross]) {
+  constexpr int kPairs = (kRowsHere + 1) / 2;
+  const auto second = [](int p) { return 2 * p + 1 < kRowsHere ? 2 * p + 1 : 2 * p; };
+  int32x4_t square[kPairs][2 * kIntAcross];
+  UNROLL for (int p = 0; p < kPairs; ++p) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) {
+      const uint64x2_t a = (uint64x2_t)sum[2 * p][n], b = (uint64x2_t)sum[second(p)][n];
+      square[p][2 * n] = (int32x4_t)vzip1q_u64(a, b), square[p][2 * n + 1] = (int32x4_t)vzip2q_u64(a, b);
     }
   }
+  for (int64_t g = 0; g < groups; g += 2, x += 8 * kRowsHere, w += 8 * kIntWide) {
+    int8x16_t a[kPairs];
+    UNROLL for (int p = 0; p < kPairs; ++p) {
+      const int8x8_t row = vld1_s8(x + 16 * p);
+      a[p] = second(p) == 2 * p ? vcombine_s8(row, row) : vld1q_s8(x + 16 * p);
+    }
+    UNROLL for (int n = 0; n < 2 * kIntAcross; ++n) {
+      const int8x16_t b = (int8x16_t)LoadI(w + n * kIntBytes);
+      UNROLL for (int p = 0; p < kPairs; ++p) square[p][n] = vmmlaq_s32(square[p][n], a[p], b);
+    }
+  }
+  UNROLL for (int p = 0; p < kPairs; ++p) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) {
+      const uint64x2_t a = (uint64x2_t)square[p][2 * n], b = (uint64x2_t)square[p][2 * n + 1];
+      sum[2 * p][n] = (U)vzip1q_u64(a, b), sum[second(p)][n] = (U)vzip2q_u64(a, b);
+    }
+  }
+}
+#else
+template <int kRowsHere>
+INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, U (&sum)[kRowsHere][kIntAcross]) {
   for (int64_t g = 0; g < groups; ++g) {
     U b[kIntAcross];
 #pragma GCC unroll 8
@@ -64,6 +87,23 @@ static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, cons
       for (int n = 0; n < kIntAcross; ++n) sum[m][n] = Dot4(sum[m][n], b[n], a);
     }
   }
+}
+#endif
+
+// The sums over groups of x[m] * w[n], for kRowsHere rows of x and one strip of w: begun at -added * x_sum[m], or where x_sum is
+// null at what `sums` holds; left there, or where a tile ends with them, scaled.
+template <int kRowsHere>
+static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, const int32_t* x_sum, int32_t added,
+                         int32_t* sums, int64_t ld_sums, const Tile* tile) {
+  U sum[kRowsHere][kIntAcross];
+#pragma GCC unroll 8
+  for (int m = 0; m < kRowsHere; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kIntAcross; ++n) {
+      sum[m][n] = x_sum == nullptr ? LoadI(sums + m * ld_sums + n * kLanes) : SameI(x_sum[m]) * SameI(-added);
+    }
+  }
+  AddGroups<kRowsHere>(x, w, groups, sum);
   if (tile == nullptr) {
 #pragma GCC unroll 8
     for (int m = 0; m < kRowsHere; ++m) {

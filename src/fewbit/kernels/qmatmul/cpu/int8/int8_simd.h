@@ -1,6 +1,7 @@
 // The products of a step, and how w is laid out for them. Included in the namespace of an instruction set.
 
 constexpr int kDecoded = 7;  // the kBits of kernels whose codes were unpacked to bytes first
+constexpr int kIntDeep = FEWBIT_I8MM ? 8 : 4;  // contracted bytes of a row, or of an output, that panels have side by side
 
 // In each lane, the products of four bytes of w with four of x are added; of 4-bit codes those of the low halves and of the high ones.
 // AVX2's instruction for bytes saturates beyond 16 bits. Numbers of 4 bits are small enough for it (wide ones are decoded);

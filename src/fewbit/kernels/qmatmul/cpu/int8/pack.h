@@ -3,6 +3,7 @@
 //
 // A panel of w holds strips of kIntWide outputs, and each strip its groups: four bytes of every output. Codes of 4 bits are
 // taken four bytes at a time, too: their low halves make one group, their high halves the next, and x is laid out alike.
+// For smmla two groups are interleaved: eight bytes of every output, and of every row of x.
 
 // A row of x within a segment, in the order in which the codes of w come.
 static void Lay(int bits, const Segment& segment, const int8_t* from, int8_t* to) {
@@ -29,7 +30,7 @@ static int64_t IntegerRowBytes(const IntegerJob& job, const std::vector<Segment>
 constexpr int64_t kAcrossRows = 4;
 static bool IsAcross(const IntegerJob& job) { return !job.contracts_cols && job.M <= kAcrossRows && job.x_zero.data == nullptr; }
 
-// A block of rows of x from row m on, the first group of each row, then the second ones; zeros where a segment fills no group.
+// A block of rows of x from row m on, the first kIntDeep bytes of each row, then the second ones; zeros where a segment fills no group.
 // And the sums of each row by tiles. `rows` are all rows of x, `out` its place for all of them.
 static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
                     int32_t* sums) {
@@ -42,7 +43,7 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
   alignas(64) int8_t laid[kSegment];
   for (const Segment& segment : segments) {
     int8_t* to = out + 4 * (segment.at * job.M + m * segment.groups);
-    for (int64_t i = 0; i < block; ++i, to += 4) {
+    for (int64_t i = 0; i < block; ++i, to += kIntDeep) {
       const int8_t* from = rows + (m + i) * job.K + segment.from;
       for (int64_t t = 0, k = 0; t < segment.tiles; ++t) {
         const int64_t end = t + 1 == segment.tiles ? segment.count : k + job.tile;
@@ -56,7 +57,7 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
         continue;
       }
       Lay(job.bits, segment, from, laid);
-      for (int64_t g = 0; g < segment.groups; ++g) std::memcpy(to + 4 * g * block, laid + 4 * g, 4);
+      for (int64_t k = 0; k < 4 * segment.groups; k += kIntDeep) std::memcpy(to + k * block, laid + k, kIntDeep);
     }
   }
 }
@@ -68,12 +69,24 @@ struct Stretch {
       : from(segment.from * job.bits / 8), count((segment.count * job.bits + 7) / 8), fours((count + 3) / 4) {}
 };
 
+// Where group g of a strip begins.
+static inline int64_t GroupAt(int64_t g) { return 4 * g / kIntDeep * kIntDeep * kIntWide + 4 * g % kIntDeep; }
+
+// Four bytes of each output of a vector.
+static inline void StoreGroup(uint8_t* out, U fours) {
+  if (kIntDeep == 4) return StoreI(out, fours);
+  UNROLL for (int i = 0; i < kLanes; ++i) {
+    const uint32_t four = fours[i];
+    std::memcpy(out + kIntDeep * i, &four, 4);
+  }
+}
+
 // Four bytes of each output of a vector as unsigned numbers: one group of 8 bits, or two of 4.
 static inline void StoreFours(int bits, U fours, U flip, uint8_t* out) {
-  if (bits == 8) return StoreI(out, fours ^ flip);
+  if (bits == 8) return StoreGroup(out, fours ^ flip);
   const U low = SameI(0x0F0F0F0F);
-  StoreI(out, (fours & low) ^ flip);
-  StoreI(out + 4 * kIntWide, ((fours >> 4) & low) ^ flip);
+  StoreGroup(out, (fours & low) ^ flip);
+  StoreGroup(out + GroupAt(1), ((fours >> 4) & low) ^ flip);
 }
 
 // Rows of bytes of w [K, N], from one output on: `count` rows, and `outputs` bytes of each.
@@ -100,7 +113,7 @@ constexpr int64_t kDeep = 4;  // groups of four rows of [K, N] that are read ove
 // A segment of the strips of w [K, N]. 16 rows are read over all strips before the next ones: 256 lines of the cache below each other,
 // each in a page of its own, take twice as long as 16 x 4, which the processor foresees.
 static void PackRows(int bits, const ByteRows& rows, U flip, int64_t strips, uint8_t* out) {
-  const int64_t step = 4 * kIntWide * (8 / bits), fours_count = (rows.count + 3) / 4;  // bytes of a panel for four of w
+  const int64_t groups = 8 / bits, fours_count = (rows.count + 3) / 4;  // of four bytes of w
   for (int64_t from = 0; from < fours_count; from += kDeep) {
     for (int64_t n0 = 0; n0 < strips * kIntWide; n0 += kIntBytes) {
       for (int64_t b = from; b < fours_count && b < from + kDeep; ++b) {
@@ -108,7 +121,7 @@ static void PackRows(int bits, const ByteRows& rows, U flip, int64_t strips, uin
         LoadFours<true>(rows, b, n0, fours);
         UNROLL for (int j = 0; j < 4; ++j) {
           const int64_t n = n0 + j * kLanes;
-          StoreFours(bits, fours[j], flip, out + n / kIntWide * kSegment * kIntWide + b * step + n % kIntWide * 4);
+          StoreFours(bits, fours[j], flip, out + n / kIntWide * kSegment * kIntWide + GroupAt(b * groups) + n % kIntWide * kIntDeep);
         }
       }
     }
@@ -139,15 +152,15 @@ static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0,
 // An output from [N, K].
 static void PackOutput(const IntegerJob& job, const Stretch& bytes, int64_t n, uint8_t* out) {
   const uint32_t flip = Flipped(job) * 0x01010101u;
-  const int64_t step = 4 * kIntWide * (8 / job.bits);
+  const int64_t groups = 8 / job.bits;
   const uint8_t* p = job.w + (n < job.N ? n : 0) * job.row_stride + bytes.from;
   for (int64_t b = 0; b < bytes.fours; ++b) {
     uint32_t fours = 0;
     for (int64_t i = 0; i < 4 && 4 * b + i < bytes.count; ++i) fours |= static_cast<uint32_t>(p[4 * b + i]) << 8 * i;
     const uint32_t low = job.bits == 8 ? fours : fours & 0x0F0F0F0Fu, high = fours >> 4 & 0x0F0F0F0Fu;
     const uint32_t first = low ^ flip, second = high ^ flip;
-    std::memcpy(out + b * step, &first, 4);
-    if (job.bits == 4) std::memcpy(out + b * step + 4 * kIntWide, &second, 4);
+    std::memcpy(out + GroupAt(b * groups), &first, 4);
+    if (job.bits == 4) std::memcpy(out + GroupAt(b * groups + 1), &second, 4);
   }
 }
 
@@ -166,7 +179,7 @@ static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int6
   }
 #else
   for (int64_t n = 0; n < strips * kIntWide; ++n) {
-    PackOutput(job, bytes, n0 + n, panel + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
+    PackOutput(job, bytes, n0 + n, panel + n / kIntWide * kSegment * kIntWide + n % kIntWide * kIntDeep);
   }
 #endif
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpp/isa.h"
 #include "cpp/weight.h"
 
 namespace fewbit {
@@ -57,7 +58,7 @@ constexpr int64_t kSegment = 256;
 // Several tiles share one segment where each of them fills whole groups.
 inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
   std::vector<Segment> segments;
-  const int64_t codes = 32 / job.bits;  // of four bytes of w
+  const int64_t codes = FEWBIT_ARM64 ? 8 : 32 / job.bits;  // of four bytes of w; on arm64 of whole pairs of groups, for smmla
   const int64_t together = job.tile % codes == 0 && job.tile <= kSegment ? kSegment / job.tile : 1;
   for (int64_t t = 0, at = 0; t < job.tiles(); t += together) {
     const int64_t tiles = job.tiles() - t < together ? job.tiles() - t : together;
