@@ -152,5 +152,5 @@ def test_what_is_refused():
         fb.QuantError, match=r'awq needs the second moments of the inputs; fb.observe with collect=\("hessian",\)'
     ):
         AWQ().quantized(weight(N, K), fb.scheme("int4"), (-1,), None)
-    with pytest.raises(fb.QuantError, match="the Hessian has shape"):
+    with pytest.raises(fb.QuantError, match="the statistics have shape"):
         clipped(weight(N, K), fb.scheme("int4"), jnp.zeros((3, 3)))

@@ -167,7 +167,7 @@ def test_a_power_of_two_of_the_hessian_changes_nothing():
 def test_what_it_refuses():
     w, h = weight(N, K), moments(inputs())
     with pytest.raises(
-        fb.QuantError, match=r"the Hessian has shape \(95, 95\), and a weight \(40, 96\) that contracts axes \(1,\)"
+        fb.QuantError, match=r"the statistics have shape \(95,\), and a weight \(40, 96\) that contracts axes \(1,\)"
     ):
         gptq(w, fb.scheme("int4"), h[1:, 1:])
     with pytest.raises(fb.UnsupportedError, match="which are no tiles of a matrix"):

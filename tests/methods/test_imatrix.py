@@ -118,7 +118,7 @@ def test_what_is_refused():
     with pytest.raises(fb.QuantError, match=r"imatrix needs the squares of the inputs; fb.observe with collect"):
         method.quantized(w, fb.scheme("int4"), (-1,), None)
     with pytest.raises(
-        fb.QuantError, match=r"squares have shape \(9,\), and a weight \(4, 8\) that contracts axes \(1,\) needs \(8,\)"
+        fb.QuantError, match=r"statistics have shape \(9,\), and a weight \(4, 8\) that contracts axes \(1,\) needs \(8,\)"
     ):
         method.quantized(w, fb.scheme("int4"), (-1,), Observation(squares=jnp.ones(9)))
     with pytest.raises(fb.QuantError, match=r"damping is -1, must be 0 or more"):

@@ -23,8 +23,9 @@ class Observation:
     """The statistics of the other operand in the products of one parameter.
 
     Statistics that were not collected are None; stacked layers add a leading axis. With the vectors `x` that the product
-    contracts, `K` elements (channels) each, in the order of the weight's axes, and an axis `B` for each batch axis of the product
-    and for the groups (experts) of a ragged product:
+    contracts, `K` elements (channels) each, in the order of the weight's axes, and an axis `B` for each batch axis of the product,
+    for the groups (experts) of a ragged product, and for the groups of channels of a convolution, if there are several. The vectors of
+    a convolution are the patches that its kernel multiplies.
 
     Attributes:
         range: the range of all elements.
@@ -193,9 +194,12 @@ _BY_GROUP = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragg
 def _vectors(operand: ProductOperand, x: jax.Array, statistic: Statistic) -> jax.Array:
     """The vectors that the product contracts."""
     if operand.contracted is None:
-        raise UnsupportedError(
-            f"{statistic} is not collected for a convolution; remove it from collect, or exclude the parameter"
-        )
+        if operand.window is None or operand.window.batch_groups > 1:
+            raise UnsupportedError(
+                f"{statistic} is not collected for the images of a convolution, nor for the kernel of one with groups of samples; "
+                "remove it from collect, or exclude the parameter"
+            )
+        return operand.window.patches(x, operand.kernel)
     batch, sizes = operand.batch, operand.group_sizes
     if sizes is not None and (batch or x.ndim != 2 or sizes.ndim != 1):
         raise UnsupportedError(f"{statistic} is not collected for a ragged product with batch axes; remove it from collect")

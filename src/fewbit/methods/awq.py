@@ -166,7 +166,7 @@ def quantize_clipped(
     w = view.columns_first(x.astype(jnp.float32)).swapaxes(1, 2)  # [G, N, K]
     if start.tensor_scale is not None:
         w = w / start.tensor_scale.reshape(())
-    scale, zero_point = _Blocks.of(w, hessian.reshape(len(w), *hessian.shape[-2:]), view).best_scales(ratios)
+    scale, zero_point = _Blocks.of(w, view.moments(hessian), view).best_scales(ratios)
     bound = start.scheme
     scale = view.restored_tiles(scale)
     if isinstance(bound.scale, Scheme):

@@ -6,7 +6,6 @@ bias it is gone, at no cost in bytes or time.
 Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and Bias Correction, ICCV 2019.
 """
 
-import math
 import types
 from collections.abc import Container, Mapping
 
@@ -21,6 +20,7 @@ from ..recipe.plan import Plan
 from ..recipe.quantize_row import SupportsObservations
 from ..recipe.rows import PlanRow
 from ..recipe.rule import PRODUCT_OPS
+from .weight_matrices import MatrixAxes
 
 WEIGHT_NAMES = ("kernel", "weight", "w", "W")
 BIAS_NAMES = ("bias", "b")
@@ -80,8 +80,8 @@ def correct_biases(
         if bias not in after:
             raise QuantError(f"the bias {bias!r} of {path} is not among the parameters")
         shift, old = _mean_error(before[path], after[path], row, stats), after[bias]
-        if not is_qarray(old) and old.shape == shift.shape:
-            after[bias] = (old.astype(jnp.float32) + shift).astype(old.dtype)
+        if not is_qarray(old) and _long(old.shape) == _long(shift.shape):
+            after[bias] = (old.astype(jnp.float32) + shift.reshape(old.shape)).astype(old.dtype)
         elif path in biases:
             raise QuantError(f"the bias {bias!r} of {path} is {old!r}; it must be a float array of shape {shift.shape}")
     return with_leaves(quantized, after)
@@ -111,15 +111,28 @@ def _mean_error(x: Array, q: QArray, row: PlanRow, stats: SupportsObservations) 
         raise QuantError(f'{row.path} has no sums of its inputs; pass stats=fb.observe(fn, ..., collect=("sum",))')
     stacked, contracted = ([a % x.ndim for a in sorted(axes)] for axes in (row.stacked, row.contracted or row.axis))
     inner = [a for a in range(x.ndim) if a not in stacked]
-    groups = inner[: seen.sum.ndim - len(stacked) - 1]
-    others = [a for a in inner if a not in (*groups, *contracted)]
+    layers, shape = [x.shape[a] for a in stacked], [x.shape[a] for a in inner]
+    try:
+        axes = MatrixAxes.of(shape, [inner.index(a) for a in contracted], seen.sum.shape[len(layers) :])
+    except QuantError as error:
+        raise QuantError(f"{row.path}: {error}") from error
     mean = seen.sum / jnp.maximum(seen.count, 1).reshape(*seen.count.shape, *[1] * (seen.sum.ndim - seen.count.ndim))
-    order = [*stacked, *groups, *contracted]
-    shape = [x.shape[a] for a in order]
-    if mean.size != math.prod(shape) or set(groups) & set(contracted):
-        raise QuantError(f"the sums of {row.path} have shape {seen.sum.shape}; observe the function of the plan")
-    error = x.astype(jnp.float32) - dequantize(q, dtype=jnp.float32)
-    out = [*groups, *others]
-    for a in stacked:  # the layers are along the same axis of the bias
-        out.insert(min(a, len(out)), a)
-    return jnp.einsum(error, [*range(x.ndim)], mean.reshape(shape), order, out, precision="highest")
+    mean = mean.reshape(*layers, *(axes.shape[a] for a in (*axes.groups, *axes.contracted)))
+    error = (x.astype(jnp.float32) - dequantize(q, dtype=jnp.float32)).transpose(*stacked, *inner)
+    shift = jnp.einsum(
+        error.reshape(*layers, *axes.shape),
+        [..., *range(len(axes.shape))],
+        mean,
+        [..., *axes.groups, *axes.contracted],
+        [..., *axes.groups, *axes.others],
+        precision="highest",
+    ).reshape(*layers, *(x.shape[a] for a in inner if a not in contracted))
+    order = [*range(len(layers), shift.ndim)]
+    for place, a in enumerate(stacked):  # the layers are along the same axis of the bias
+        order.insert(min(a, len(order)), place)
+    return shift.transpose(order)
+
+
+def _long(shape: tuple[int, ...]) -> list[int]:
+    """The lengths of a shape that are not 1. The bias of a convolution may be `[out, 1, 1]`."""
+    return [n for n in shape if n != 1]

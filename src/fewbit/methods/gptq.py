@@ -99,8 +99,7 @@ def quantize_columns(
         fixed = jax.tree.map(lambda leaf: view.columns_first(jnp.broadcast_to(leaf, x.shape)), fixed)
     elif start.tensor_scale is not None:
         w = w / start.tensor_scale.reshape(())
-    hessian = hessian.reshape(-1, *hessian.shape[-2:])  # [G, K, K]
-    order = None
+    hessian, order = view.moments(hessian), None
     if act_order:
         order = column_order(jnp.diagonal(hessian, axis1=1, axis2=2), width)
         w, fixed, hessian = jax.tree.map(lambda leaf: _taken(leaf, order, 1), (w, fixed, hessian))

@@ -23,6 +23,7 @@ from ..array.scheme import Scheme
 from ..errors import QuantError
 from ..kernels.quantize.dispatch import quantize
 from ..recipe.method import AbstractMethod
+from .weight_matrices import MatrixAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,17 +90,15 @@ def channel_weights(
     Raises:
         QuantError: for sums of another shape.
     """
-    contracted = sorted(a % len(shape) for a in axis)
-    groups = range(squares.ndim - 1)
-    expected = (*(shape[a] for a in groups), math.prod(shape[a] for a in contracted))
-    if squares.shape != expected or set(groups) & set(contracted):
-        raise QuantError(
-            f"the squares have shape {squares.shape}, and a weight {shape} that contracts axes {tuple(contracted)} needs {expected}; "
-            "observe the function that uses it"
-        )
+    axes = MatrixAxes.of(shape, axis, squares.shape)
     mean = jnp.mean(squares, axis=-1, keepdims=True)
     weights = jnp.where(mean > 0, squares / jnp.where(mean > 0, mean, 1.0), 1.0) + damping
-    return weights.reshape([n if a in (*groups, *contracted) else 1 for a, n in enumerate(shape)])
+    order = (*axes.groups, *axes.contracted)
+    weights = weights.reshape([axes.shape[a] for a in order])
+    weights = jnp.expand_dims(weights.transpose([order.index(a) for a in sorted(order)]), axes.others)
+    if axes.shape != shape:  # the outputs of one group of a convolution have the same weights
+        weights = jnp.broadcast_to(weights, axes.shape).reshape(shape)
+    return weights
 
 
 @dataclasses.dataclass(frozen=True)

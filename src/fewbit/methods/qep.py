@@ -54,7 +54,7 @@ class QEP(AbstractMethod):
         corrected = x.astype(jnp.float32)
         if observation.cross is not None:
             view = WeightMatrices.of(quantize(x, scheme, axis=axis), axis, observation.hessian.shape)
-            moments = (m.reshape(-1, *m.shape[-2:]) for m in (observation.hessian, observation.cross))
+            moments = map(view.moments, (observation.hessian, observation.cross))
             columns = jax.vmap(self._corrected)(view.columns_first(corrected), *moments)
             corrected = view.restored(columns)
         return self.method.quantized(corrected, scheme, axis, observation).astype(x.dtype)

@@ -66,7 +66,7 @@ def _learned(
     """The weight quantized by learned rounding."""
     start, w = quantize(x, scheme, axis=axis), x.astype(jnp.float32)
     view, scale, offset = WeightMatrices.of(start, axis, hessian.shape), scale_values(start), tile_offsets(start)
-    moments, gap = hessian.reshape(-1, *hessian.shape[-2:]), gaps(start, w)
+    moments, gap = view.moments(hessian), gaps(start, w)
     columns = view.columns_first(w)
     curvature = view.restored(jnp.broadcast_to(jnp.diagonal(moments, axis1=1, axis2=2)[..., None], columns.shape)) * gap
     lowest = settings.lowest
@@ -74,7 +74,7 @@ def _learned(
         lowest = 1.0
 
     outputs = columns.shape[2]
-    has_own_tiles = math.prod(view.counts[a] for a in view.others) == outputs
+    has_own_tiles = math.prod(view.counts[a] for a in view.axes.others) == outputs
 
     def measured(q: QArray) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The decoded weight, half the gradient, and the error of each output. The gradient is that of the output error."""

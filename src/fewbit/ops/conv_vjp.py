@@ -1,4 +1,4 @@
-"""The gradients of a convolution as convolutions of arrays in any dtype.
+"""The gradients of a convolution as convolutions of arrays in any dtype, and the patches of its images.
 
 So codes are convolved in the backward pass, too. For one group and one spatial axis,
 with stride `t`, dilations `l` of the images and `r` of the kernel, and padding from `a`,
@@ -10,6 +10,7 @@ images, with samples and channels exchanged: groups of channels become groups of
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -82,6 +83,32 @@ class Window:
             groups=(self.batch_groups, self.feature_groups),
             dtype=dtype,
         )
+
+    def patches(self, lhs: jax.Array, shape: Axes) -> jax.Array:
+        """The inputs that a kernel of `shape` multiplies: `[T, K]`, or `[G, T, K]` with groups of channels.
+
+        `T` are the samples and the places of the window, `K` its elements and the channels of a group, in the order of the
+        kernel's axes. Padding and the gaps of dilated images are zeros.
+        """
+        spatial, groups = self.kernel[2:], self.feature_groups
+        images = lhs.transpose(self.left)  # [samples, channels, spatial]
+        window = [shape[a] for a in spatial]
+        found = jax.lax.conv_general_dilated_patches(
+            images,
+            window,
+            self.strides,
+            self.padding,
+            self.lhs_dilation,
+            self.rhs_dilation,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        places = found.shape[2:]
+        found = found.reshape(len(images), groups, shape[self.kernel[1]], *window, *places)
+        axes = {self.kernel[1]: 2, **{a: 3 + i for i, a in enumerate(spatial)}}
+        first = 3 + len(spatial)
+        order = (1, 0, *range(first, first + len(places)), *(axes[a] for a in sorted(axes)))
+        vectors = found.transpose(order).reshape(groups, len(images) * math.prod(places), -1)
+        return vectors if groups > 1 else vectors[0]
 
     def _padding_of_images(self, g: jax.Array, rhs: jax.Array, shape: Axes) -> list[tuple[int, int]]:
         """The padding of the incoming gradient for a result of the images' shape."""

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
 from ...errors import UnsupportedError
+from ..conv_vjp import Window
 from ..qat.latent import MOVES, PRODUCTS
 from .evaluator import Evaluator, Rule, bound
 from .indices import scan_operands
@@ -35,15 +36,19 @@ class ProductOperand:
 
     Attributes:
         x: the operand.
-        contracted: its contraction axes; None for a convolution, which sums over windows.
+        contracted: its contraction axes; None for a convolution.
         batch: its batch axes, such as experts.
         group_sizes: of a ragged product, how many of its rows are multiplied by each group of the weight; else None.
+        window: how the parameter, a convolution's kernel, slides over it; else None.
+        kernel: the shape of that kernel.
     """
 
     x: jax.Array
     contracted: tuple[int, ...] | None
     batch: tuple[int, ...] = ()
     group_sizes: jax.Array | None = None
+    window: Window | None = None
+    kernel: tuple[int, ...] = ()
 
 
 class AbstractMeasure(abc.ABC):
@@ -157,22 +162,34 @@ def _notes(values: list[Any]) -> Measurements:
 def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """The unchanged product; measures the operand that is not the weight. Of two parameters, the right one is the weight."""
     side = int(not isinstance(values[1], Observed))
-    x, contracted, batch, group_sizes = _array(values[side]), None, (), None
-    if eqn.primitive.name == "dot_general":
+    x = _array(values[side])
+    if eqn.primitive.name == "conv_general_dilated":
+        operand = ProductOperand(x, None)
+        if side == 0:
+            operand = ProductOperand(x, None, window=_window(eqn.params), kernel=tuple(values[1].shape))
+    elif eqn.primitive.name == "dot_general":
         numbers, batches = eqn.params["dimension_numbers"]
-        contracted, batch = contraction_order(numbers[side], numbers[1 - side])[0], batches[side]
-    elif eqn.primitive.name == "ragged_dot_general":
+        operand = ProductOperand(x, contraction_order(numbers[side], numbers[1 - side])[0], batches[side])
+    else:
         numbers, batches = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        contracted, batch = contraction_order(numbers[side], numbers[1 - side])[0], batches[side]
-        group_sizes = jnp.asarray(values[2])  # which may be a constant
+        sizes = jnp.asarray(values[2])  # which may be a constant
+        operand = ProductOperand(x, contraction_order(numbers[side], numbers[1 - side])[0], batches[side], sizes)
     if isinstance(values[0], Observed) or isinstance(values[1], Observed):
         weight = values[1 - side]
         measure = weight.notes.measure
         if weight.is_parameter:
-            weight.notes.add(weight.path, measure.of(ProductOperand(x, contracted, batch, group_sizes)))
+            weight.notes.add(weight.path, measure.of(operand))
         else:
             weight.notes.add(weight.path, measure.of_both(x, weight.value))
     return bound(eqn, list(map(_array, values)))
+
+
+def _window(params: Mapping[str, Any]) -> Window:
+    """The window of a convolution with these parameters."""
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    groups = params["feature_group_count"], params["batch_group_count"]
+    settings = (tuple(params[name]) for name in names)
+    return Window(*settings, *map(tuple, params["dimension_numbers"]), *groups, params["precision"])
 
 
 def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
