@@ -186,10 +186,19 @@ def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[An
 
 def _window(params: Mapping[str, Any]) -> Window:
     """The window of a convolution with these parameters."""
-    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
-    groups = params["feature_group_count"], params["batch_group_count"]
-    settings = (tuple(params[name]) for name in names)
-    return Window(*settings, *map(tuple, params["dimension_numbers"]), *groups, params["precision"])
+    left, kernel, out = map(tuple, params["dimension_numbers"])
+    return Window(
+        tuple(params["window_strides"]),
+        tuple(params["padding"]),
+        tuple(params["lhs_dilation"]),
+        tuple(params["rhs_dilation"]),
+        left,
+        kernel,
+        out,
+        params["feature_group_count"],
+        params["batch_group_count"],
+        params["precision"],
+    )
 
 
 def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
