@@ -2,9 +2,8 @@
 
     python -m bench.allocation [--bits 4.5,5.2] [--candidates mxfp4,nvfp4,int3_g64,int8] [--save]
 
-Estimated losses are compared with measured ones. The model is that of `bench.methods`. The rank correlation (Spearman)
-compares the estimated loss of each group of weights in NVFP4 with the KL divergence of the model with that group alone
-quantized.
+Estimated losses are compared with measured ones. The model is that of `bench.methods`. The rank correlation (Spearman) of a
+scheme compares the estimated loss of each group of weights with the KL divergence of the model with that group alone quantized.
 """
 
 import argparse
@@ -47,10 +46,14 @@ def main() -> int:
     found = sensitivities(model, base, candidates, windows)
     seconds = time.perf_counter() - start
     print(f"sensitivities of {len(found)} groups and {len(candidates)} schemes in {seconds:.0f} s", flush=True)
-    sample = found[:: options.every]
-    measured = [measured_loss(model, base, one) for one in sample]
-    correlation = float(spearmanr([one.losses["nvfp4"] for one in sample], measured).statistic)
-    print(f"rank correlation of estimated and measured losses of {len(sample)} groups: {correlation:.3f}", flush=True)
+    sample, correlations = found[:: options.every], {}
+    for scheme in candidates:
+        measured = [measured_loss(model, plan_model(model, recipe=scheme), one) for one in sample]
+        correlations[scheme] = float(spearmanr([one.losses[scheme] for one in sample], measured).statistic)
+        print(
+            f"{scheme}: rank correlation of estimated and measured losses of {len(sample)} groups: {correlations[scheme]:.3f}",
+            flush=True,
+        )
     rows = [
         quality(model, allocated(base, found, float(bits)), name, options.tokens)
         for bits in options.bits.split(",")
@@ -64,12 +67,12 @@ def main() -> int:
             "groups": len(found),
             "measured": len(sample),
         }
-        save("allocation", PACKAGES, **facts, seconds=seconds, rank_correlation=correlation, rows=rows)
+        save("allocation", PACKAGES, **facts, seconds=seconds, rank_correlation=correlations, rows=rows)
     return 0
 
 
 def measured_loss(model: Model, plan: Plan, group: Sensitivity) -> float:
-    """The KL divergence of the model with one group of weights in NVFP4, on 512 tokens."""
+    """The KL divergence of the model with one group of weights in the plan's scheme, on 512 tokens."""
     values = {path: quantize_finite(jax.numpy.asarray(model.load(path)), plan[path]) for path in group.paths}
     changed = dataclasses.replace(model, load=lambda path: values[path] if path in values else model.load(path))
     result = evaluate(changed, against=model, tokens=512)

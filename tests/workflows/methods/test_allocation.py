@@ -1,5 +1,9 @@
 """Bits where they matter: estimated losses beside measured ones, and plans within a budget."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +15,7 @@ from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
 from fewbit.workflows.methods.allocation import allocated, fitting, sensitivities, tied
 from tests.nets.random_decoder import FEATURES, SMALL, UNTIED, random_tokens
-from tests.workflows.methods.test_calibrated import data_of, model_of
+from tests.workflows.methods.test_calibrated import data_of, llama_directory, model_of
 
 CANDIDATES = ["int8", "int4_g8", "int2_g8"]
 
@@ -71,6 +75,22 @@ def test_a_plan_within_the_budget_beats_a_uniform_one(tmp_path):
     assert workflows.plan_model(model, plan=path).bytes_after == made.bytes_after
     with pytest.raises(fb.QuantError, match=r"1.0 bits per weight cannot be reached: the smallest candidates take [0-9.]+"):
         allocated(plan, found, 1.0)
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_same_plan(tmp_path):
+    """Whatever order their sets have."""
+    model = llama_directory(tmp_path / "hf")
+    command = [sys.executable, "-c", "from fewbit.cli import main; main()", "plan", model, "--bits", "6"]
+    command += ["--candidates", "int8,int4_g16,int2_g16"]
+    plans = []
+    for seed in ("1", "2"):
+        plan = tmp_path / f"{seed}.json"
+        subprocess.run(
+            [*command, "--save", plan], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        )
+        plans.append(plan.read_bytes())
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.slow
