@@ -39,7 +39,11 @@ OTHER = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), OTHER, LATENT], ids=[*CONFIGS, "other", "latent"])
+@pytest.mark.parametrize(
+    "config",
+    [*CONFIGS.values(), OTHER, LATENT, dataclasses.replace(INTERLEAVED, norms="pre")],
+    ids=[*CONFIGS, "other", "latent", "interleaved experts"],
+)
 def test_logits_stay_what_they_are(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     rotated, rotated_config = rotate_residual(params, config, key=KEY)
@@ -108,5 +112,5 @@ def test_refuses():
         rotate_residual({**params, "embed": fb.quantize(params["embed"], "int8")}, UNTIED, key=KEY)
     with pytest.raises(QuantError, match="norm is ArrayImpl of int32"):
         rotate_residual({**params, "norm": jnp.ones(UNTIED.width, jnp.int32)}, UNTIED, key=KEY)
-    with pytest.raises(UnsupportedError, match="this model has norms 'sandwich' and experts 'separate'"):
+    with pytest.raises(UnsupportedError, match="this model has norms 'sandwich'; a gain after"):
         rotate_residual(random_params(FEATURES), FEATURES, key=KEY)

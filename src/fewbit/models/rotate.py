@@ -69,22 +69,21 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
 
     Raises:
         QuantError: when the layers are stacked, or a parameter is not a floating array.
-        UnsupportedError: when blocks have norms on their outputs, or experts are interleaved.
+        UnsupportedError: when blocks have norms on their outputs, whose gains come after the last weight of the block.
     """
     if not isinstance(params["layers"], list):
         raise QuantError("rotate_residual needs params['layers'] to be a list of layers; rotate before stack_layers")
-    layout = "separate" if config.experts is None else config.experts.layout
-    if config.norms != "pre" or layout == "interleaved":
+    if config.norms != "pre":
         raise UnsupportedError(
-            "rotate_residual needs norms on the inputs of blocks only, and experts [out, in]; this model has norms "
-            f"{config.norms!r} and experts {layout!r}"
+            f"rotate_residual needs norms on the inputs of blocks only, and this model has norms {config.norms!r}; a gain after the "
+            "last weight of a block does not commute with a rotation"
         )
     old = {path: _wide(array, path) for path, array in paths_of_params(params, config).items()}
     q = random_rotation(config.width, key=key)
     offset = config.norm_offset
     tied = config.tied and bool(np.all(old["norm"] + offset == 1))
     new_config = dataclasses.replace(config, tied=tied)
-    new = {path: _rotated(path, old, q, offset).astype(np.float32) for path in old}
+    new = {path: _rotated(path, old, q, offset, contraction_axis(path, config)).astype(np.float32) for path in old}
     if config.tied and not tied:
         new["head"] = (old["embed"].astype(np.float64) * (old["norm"] + offset)[None, :] @ q).astype(np.float32)
     return params_from_paths(new, new_config), new_config
@@ -108,8 +107,8 @@ def rotated_weight(path: str, array: Float[Array, "..."], config: DecoderConfig)
     return hadamard_transform(array, axis=contraction_axis(path, config))
 
 
-def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray, offset: float) -> np.ndarray:
-    """One rotated parameter, float64."""
+def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray, offset: float, axis: int) -> np.ndarray:
+    """One rotated parameter, float64. `axis` is the contraction axis of a weight."""
     array, name = old[path].astype(np.float64), path.rsplit("/", 1)[-1]
     if name == "norm":
         return np.full_like(array, 1 - offset)
@@ -118,12 +117,13 @@ def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray, offset: float
     if path == "head":
         return array * (old["norm"] + offset)[None, :] @ q
     if name in _WRITERS:
-        return q.T @ array
+        return q.T @ array if axis == -1 else array @ q
     if name.removesuffix("_bias") in _WRITERS:
         return array @ q
     if name in _READERS:
         part = "/".join(path.split("/")[:3])  # layers/3/attn
-        return array * (old[f"{part}/norm"] + offset) @ q
+        gain = old[f"{part}/norm"] + offset
+        return array * gain @ q if axis == -1 else q.T @ (gain[:, None] * array)
     return array  # the norms of q and k, biases and sinks do not touch the residual stream
 
 
