@@ -72,7 +72,7 @@ test-sanitize: ready-fast build/dequant_gemm_memory build/int8_gemm_memory ## th
 	@CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g1" LDFLAGS="-fsanitize=address,undefined" \
 		$(BIN)/python setup.py -q build --build-lib build/sanitized --build-temp build/sanitized/objects
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/qmatmul/cpu/test_backend.py tests/kernels/quantize/cpu/test_backend.py tests/kernels/attention/cpu/test_backend.py tests/kernels/attention/test_int8_queries.py \
+		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/qmatmul/cpu tests/kernels/quantize/cpu/test_backend.py tests/kernels/attention/cpu/test_backend.py tests/kernels/attention/test_int8_queries.py \
 		tests/kernels/test_wrong_buffers.py
 
 test-arm64: ready-fast ## the CPU kernels compiled for arm64, in an emulator (install qemu-user; the compiler comes from PyPI)

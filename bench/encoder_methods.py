@@ -35,7 +35,7 @@ def main() -> None:
     params, encode, pieces, text = minilm(2 * options.pieces)
     learned, compared = pieces[: options.pieces], pieces[options.pieces :]
     print(f"{headline(PACKAGES)}; {text}, {options.pieces} pieces", flush=True)
-    reference, rows = np.asarray(encode(params, compared)), kept_rows("encoder_methods", options)
+    reference, rows = np.asarray(encode(params, compared)), kept_rows("encoder_methods", options, "scheme", "method")
     for row, trees in by_scheme_and_method(encode, params, [learned], r"encoder\..*\.weight", options):
         for kind, tree in trees.items():
             ours = np.asarray(fb.transparent(encode)(tree, compared))

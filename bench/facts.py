@@ -36,15 +36,15 @@ def add_keep(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def kept_rows(name: str, options: argparse.Namespace) -> dict[tuple[str, str], dict[str, Any]]:
-    """The rows of a file by scheme and method, each with its date and device; none without `--keep`."""
+def kept_rows(name: str, options: argparse.Namespace, *keys: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The rows of a file by what these keys say, each with its date and device; none without `--keep`."""
     if not options.keep:
         return {}
     if not options.save:
         raise SystemExit("--keep keeps rows of the file that --save writes; pass both")
     found = json.loads(_file(name).read_text())
     origin = {"date": found["date"], "device": found["device"]}
-    return {(row["scheme"], row["method"]): origin | row for row in found["rows"]}
+    return {tuple(row[key] for key in keys): origin | row for row in found["rows"]}
 
 
 def _file(name: str) -> pathlib.Path:

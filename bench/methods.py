@@ -55,7 +55,7 @@ def main() -> int:
     add_keep(parser)
     options = parser.parse_args()
     print(headline(PACKAGES))
-    model, rows = rotated(load(options.model)), kept_rows(options.save, options)
+    model, rows = rotated(load(options.model)), kept_rows(options.save, options, "scheme", "method")
     for scheme in options.schemes.split(","):
         for name in options.methods.split(","):
             rows[scheme, name] = measured(model, scheme, name, options.tokens)

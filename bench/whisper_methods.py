@@ -59,7 +59,10 @@ def main() -> None:
     print(
         f"{headline(PACKAGES)}; {len(learned)} windows to learn from, {len(compared)} to compare, {count} tokens", flush=True
     )
-    reference, rows = [outputs(params, *window) for window in compared], kept_rows("whisper_methods", options)
+    reference, rows = (
+        [outputs(params, *window) for window in compared],
+        kept_rows("whisper_methods", options, "scheme", "method"),
+    )
     for row, trees in by_scheme_and_method(whisper, params, learned, r"(en|de)coder/layer_.*/linear_\d/weight", options):
         for kind, tree in trees.items():
             row |= {f"{kind}_{what}": value for what, value in quality(tree, compared, reference).items()}

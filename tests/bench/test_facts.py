@@ -14,10 +14,10 @@ def test_kept_rows_have_the_date_of_their_run(tmp_path: pathlib.Path, monkeypatc
     (tmp_path / "results").mkdir()
     one, other = {"scheme": "nf4", "method": "rtn", "kl": 1}, {"scheme": "nf4", "method": "gptq", "date": "1999-12-31"}
     facts.save("losses", (), rows=[one, other])
-    kept = facts.kept_rows("losses", argparse.Namespace(keep=True, save=True))
+    kept = facts.kept_rows("losses", argparse.Namespace(keep=True, save=True), "scheme", "method")
     saved = json.loads((tmp_path / "results" / "losses.json").read_text())
     assert kept["nf4", "rtn"] == {**one, "date": saved["date"], "device": saved["device"]}
     assert kept["nf4", "gptq"]["date"] == "1999-12-31" and len(kept) == 2
-    assert facts.kept_rows("losses", argparse.Namespace(keep=False, save=True)) == {}
+    assert facts.kept_rows("losses", argparse.Namespace(keep=False, save=True), "scheme", "method") == {}
     with pytest.raises(SystemExit, match="pass both"):
-        facts.kept_rows("losses", argparse.Namespace(keep=True, save=False))
+        facts.kept_rows("losses", argparse.Namespace(keep=True, save=False), "scheme", "method")

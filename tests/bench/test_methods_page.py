@@ -108,6 +108,14 @@ def figures_of_whisper() -> Iterator[str]:
     return every_row("whisper_methods", columns, SCHEMES)
 
 
+def of_smoothquant() -> Iterator[str]:
+    yield line(["method, `w8a8`", "KL divergence", "perplexity", "same token"])
+    yield line(["---", *["---:"] * 3])
+    for r in saved("methods_w8a8")["rows"]:
+        cells = [f"`{r['method']}`", f"{r['kl']:.4f} ± {r['kl_error']:.4f}", f"{r['perplexity']:.2f}", f"{r['top1']:.1%}"]
+        yield line(cells)
+
+
 def of_rotated_inputs() -> Iterator[str]:
     found = {(r["policy"], bool(r["rotated"])): r for r in saved("rotations")["rows"]}
     yield line(["weights of the layers", "KL divergence", "inputs rotated", "perplexity", "inputs rotated"])
@@ -160,7 +168,7 @@ def beside_other_gptq() -> Iterator[str]:
 
 TABLES = {"methods": by_scheme, "more methods": by_method, "allocation": by_budget}
 TABLES |= {"rotations": of_rotated_inputs, "encoder": of_an_encoder, "whisper": of_whisper, "llama.cpp": beside_llama_cpp}
-TABLES |= {"peer gptq": beside_other_gptq}
+TABLES |= {"peer gptq": beside_other_gptq, "smoothquant": of_smoothquant}
 OF_FIGURES = {"smollm2": figures_of_smollm2, "minilm": figures_of_minilm, "whisper": figures_of_whisper}
 
 
@@ -183,8 +191,8 @@ def test_the_sentences_too():
     methods, allocation = saved("methods"), saved("allocation")
     reference = methods["rows"][0]["reference"]
     assert f"of perplexity {reference:.2f}" in PAGE and f"{methods['tokens']:,} tokens" in PAGE
-    assert f"rank correlation of {allocation['rank_correlation']:.2f}" in PAGE
-    assert f"{allocation['measured']} of the {allocation['groups']} groups" in PAGE
+    said = ", ".join(f"{value:.2f} for `{scheme}`" for scheme, value in allocation["rank_correlation"].items())
+    assert f"rank correlation of {said}" in PAGE and f"{allocation['measured']} of the {allocation['groups']} groups" in PAGE
 
 
 def test_what_rotated_inputs_save():
@@ -231,12 +239,33 @@ def test_where_searched_scales_are_the_best():
     assert all(errors[scheme]["rounding"] < errors[scheme]["gptq"] for scheme in ("int3_g64", "int2_g32"))
 
 
+def test_what_other_methods_leave_of_rounding_and_of_gptq():
+    kl = {(r["scheme"], r["method"]): r["kl"] for r in saved("methods")["rows"]}
+    four = ("int4_g64", "nf4", "mxfp4", "nvfp4")
+
+    def percent(method: str, other: str, *schemes: str) -> list[int]:
+        left = [100 * kl[scheme, method] / kl[scheme, other] for scheme in schemes]
+        return [round(of(left)) for of in (min, max)]
+
+    assert percent("hqq", "rtn", "int4_g64", "nf4", "int3_g64") == [85, 93]
+    assert percent("imatrix", "rtn", "int4_g64", "nf4", "nvfp4", "int3_g64") == [66, 75]
+    assert percent("awq", "rtn", "int4_g64", "nf4", "nvfp4", "int3_g64") == [30, 53]
+    assert percent("gptq", "rtn", *four, "int3_g64") == [12, 14]
+    assert percent("qep", "gptq", *four) == [79, 86]
+    assert [percent("qep", "gptq", scheme)[0] for scheme in ("int3_g64", "int2_g32")] == [64, 28]
+    assert percent("awq+gptq", "gptq", *four, "int3_g64", "int2_g32") == [93, 108]
+    best = {scheme: min((m for s, m in kl if s == scheme), key=lambda m: kl[scheme, m]) for scheme in SCHEMES}
+    assert best == dict.fromkeys(("mxfp4", "nvfp4", "nf4", "int2_g32"), "qep") | dict.fromkeys(
+        ("int4_g64", "int3_g64"), "gptq_mse"
+    )
+
+
 def test_what_searched_scales_leave_of_a_decoder_and_of_speech():
     ours, gptq = ({r["scheme"]: r for r in saved("methods")["rows"] if r["method"] == m} for m in ("gptq_mse", "gptq"))
     left = {scheme: f"{100 * row['kl'] / gptq[scheme]['kl']:.0f} %" for scheme, row in ours.items()}
     assert "leaves {int3_g64} of GPTQ's divergence at 3 bits".format(**left) in PAGE
     assert (
-        "{int4_g64} of it in `int4_g64` (0.0836 for 0.1077), {nf4} in NF4, and {int2_g32} at 2 bits".format(**left) in PAGE
+        "{int4_g64} of it in `int4_g64` (0.0836 for 0.1070), {nf4} in NF4, and {int2_g32} at 2 bits".format(**left) in PAGE
     )
     assert (
         f"where perplexity is {ours['int3_g64']['perplexity']:.2f} and GPTQ has {gptq['int3_g64']['perplexity']:.2f}" in PAGE

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import fewbit as fb
+from fewbit.models import DecoderConfig, decode_step, empty_cache, params_from_paths, prefill, shapes
 from tests import cluster
 from tests.collectives import collective_bytes
 
@@ -211,13 +212,48 @@ def served_weight() -> np.ndarray:
     return np.random.default_rng(1).standard_normal((WIDTH, WIDTH)).astype(np.float32)
 
 
+DECODER = DecoderConfig(vocab=64, layers=2, width=64, heads=4, kv_heads=4, head_dim=16, hidden=128)
+CUT = dict.fromkeys(("q", "k", "v", "gate", "up", "embed", "head"), P("d")) | dict.fromkeys(("o", "down"), P(None, "d"))
+
+
+def quantized_decoder() -> dict[str, Any]:
+    """The parameters of a small decoder by path, its matrices in int4."""
+    random, params = np.random.default_rng(2), {}
+    for path, shape in shapes(DECODER).items():
+        array = jnp.asarray(random.standard_normal(shape) / 8, jnp.float32)
+        params[path] = fb.quantize(array, "int4_g16", axis=-1) if len(shape) == 2 else 1 + array
+    return params
+
+
+@jax.jit
+def two_steps(params: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """The logits after a prompt, and after one more token."""
+
+    def steps(params: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        tree, tokens = params_from_paths(params, DECODER), jnp.arange(12).reshape(2, 6)
+        first, cache = prefill(tree, tokens, empty_cache(DECODER, batch=2, max_length=8), DECODER)
+        return first, decode_step(tree, tokens[:, 0], cache, DECODER)[0]
+
+    return fb.transparent(steps)(params)
+
+
+def decoded(mesh: Mesh) -> dict[str, jax.Array]:
+    """The logits of the decoder whose matrices are cut over the devices, along their outputs or the contraction."""
+    parts = {}
+    for path, whole in quantized_decoder().items():
+        shardings = fb.shardings_of(whole, mesh, CUT.get(path.rsplit("/", 1)[-1]))
+        parts[path] = jax.tree.map(lambda leaf, s: placed(np.asarray(leaf), mesh, s.spec), whole, shardings)
+    return dict(zip(("prefill", "decode"), two_steps(parts), strict=True))
+
+
 def train_and_serve(path: str) -> list[int]:
-    """In every process: a step in each layout, and the products; process 0 writes what all devices have."""
+    """In every process: a step in each layout, the products and the decoder; process 0 writes what all devices have."""
     results = {}
     for layout, (run, arguments) in layouts().items():
         value, gradients = jax.jit(run)(*arguments)
         results |= {f"{layout}/{name}": array for name, array in {"loss": value, **gradients}.items()}
     results |= {f"served/{name}": array for name, array in served(mesh_of(AxisType.Explicit)).items()}
+    results |= {f"decoded/{name}": array for name, array in decoded(mesh_of(AxisType.Auto)).items()}
     whole = {name: multihost_utils.process_allgather(array, tiled=True) for name, array in results.items()}
     if jax.process_index() == 0:
         np.savez(path, **whole)
@@ -239,3 +275,6 @@ def test_processes_compute_what_one_device_does(tmp_path: Path, processes, devic
             # A sum of WIDTH float32 products: each rounding is at most 2**-24 of the sum of magnitudes.
             bound = WIDTH * 2.0**-24 * (np.abs(x) @ np.abs(w))
             assert (np.abs(results[f"served/{name}"] - x.astype(np.float64) @ w) <= bound).all()
+        for name, expected in zip(("prefill", "decode"), two_steps(quantized_decoder()), strict=True):
+            # Float32 sums in another order, through two layers.
+            np.testing.assert_allclose(results[f"decoded/{name}"], expected, rtol=1e-4, atol=1e-4)
