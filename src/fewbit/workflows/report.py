@@ -21,6 +21,7 @@ from ..recipe.plan import Plan
 from ..recipe.role import QUANTIZED_ROLES, Role
 from ..recipe.rows import PlanRow
 from .compare import Candidate
+from .convert.origin import origin
 from .engine import as_stored, choose_engine
 from .evaluate import (
     Baseline,
@@ -37,7 +38,6 @@ from .inspect import file_bytes
 from .methods.calibration_data import calibration_data
 from .methods.inputs import measured_inputs
 from .model import Model, Value, decoded
-from .origin import origin
 from .plan import RecipeSpec, plan_model, split_numbers
 from .tensors import Outcome
 

@@ -141,10 +141,10 @@ def quantize(
 ) -> None:
     """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
     from ...evaluate.report.page import check_page_path
+    from ...workflows.convert.origin import record_source
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.load import load
     from ...workflows.methods.folding import with_scaling
-    from ...workflows.origin import record_source
     from ..console import emit_json, say
     from ..quantize_report import (
         can_evaluate,
@@ -296,9 +296,9 @@ def convert(
     json: Json = False,
 ) -> None:
     """Writes a model in another layout; quantized weights stay as they are."""
+    from ...workflows.convert.origin import record_source, recorded_source
     from ...workflows.convert.targets import check_path, check_target
     from ...workflows.load import load
-    from ...workflows.origin import record_source, recorded_source
     from ...workflows.plan import KEEP, plan_model
     from ..console import emit_json, say
     from ..quantize_report import outcome_record, written

@@ -40,8 +40,8 @@ def report(
     It shows sizes, quality, the error of each weight, and what stayed in float.
     """
     from ...evaluate.report.page import check_page_path, save_page
+    from ...workflows.convert.origin import source_of
     from ...workflows.load import load
-    from ...workflows.origin import source_of
     from ...workflows.report import report as reported
     from ..console import emit_json, note, plain, say
     from ..progress import progress_bar

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import QuantError
-from .convert.provenance import file_hashes
-from .load import INSTALLED, is_installed_name, load
-from .model import Model
-from .plan import KEEP
+from ...errors import QuantError
+from ..load import INSTALLED, is_installed_name, load
+from ..model import Model
+from ..plan import KEEP
+from .provenance import file_hashes
 
 _ADVICE = "pass the source: --against SOURCE"
 

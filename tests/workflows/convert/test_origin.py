@@ -7,8 +7,8 @@ import pytest
 
 from fewbit.errors import QuantError
 from fewbit.workflows import load, plan_model, quantize
+from fewbit.workflows.convert.origin import record_source, recorded_source, source_of
 from fewbit.workflows.load import INSTALLED
-from fewbit.workflows.origin import record_source, recorded_source, source_of
 from tests.workflows.checkpoints import last_axis
 
 
