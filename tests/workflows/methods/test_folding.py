@@ -218,7 +218,7 @@ def test_a_directory_is_an_ordinary_model_and_says_how_it_was_made(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             run("b", stop)
     parts = {part.name for part in (tmp_path / ".b.fewbit-work").iterdir()}
-    assert parts == {"journal", "scales-0", "scales-1", "scales-2", "layer-0", "stream-1"}
+    assert parts == {"journal", "scales-0", "scales-1", "scales-2", "float-stream-3", "layer-0", "stream-1"}
     run("b")
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab"]
     assert files[0] == files[1] and not (tmp_path / ".b.fewbit-work").exists()

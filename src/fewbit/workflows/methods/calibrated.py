@@ -68,8 +68,8 @@ def calibrated_scales(
         plan: its plan.
         scaling: the scaling.
         data: the calibration data.
-        parts: where the scales of finished layers are kept, for a run that resumes this one. The residual stream is in memory, and
-            computed again.
+        parts: where the scales of finished layers and the residual stream are kept, for a run that resumes this one and to save
+            memory.
         progress: called before the first layer and after each.
 
     Returns:
@@ -82,7 +82,9 @@ def calibrated_scales(
     inputs, policies = scaled_inputs(model, plan), {row.path: row.policy for row in plan if row.policy is not None}
     readers = {part.path for one in inputs for part in one.readers if part.path in policies}
     measure, found = Measure(AbsMaxRange(), scaling.collect), {}  # type: ignore[arg-type]
-    for layer in float_layers(model, data.windows, progress):
+    for index in range(model.runnable_config().layers):
+        found |= _finished(parts, f"scales-{index}") or {}
+    for layer in float_layers(model, data.windows, progress, parts):
         values: Mapping[str, Any] | None = _finished(parts, f"scales-{layer.index}")
         if values is None:
             new, observed = dict[str, Any](), layer.statistics(measure, readers, data.unseen_experts)
@@ -102,8 +104,8 @@ def calibrated_scales(
                     channels = jnp.asarray(one.channels, jnp.int32)
                     new[one.name] = scaling.scales(products, channels, one.size, by_expert=bool(one.groups))
             values = _kept(parts, f"scales-{layer.index}", new)
-        found |= {name: np.asarray(scales) for name, scales in values.items()}
-    return found
+        found |= values
+    return {name: np.asarray(scales) for name, scales in found.items()}
 
 
 def calibrated_weights(
@@ -152,14 +154,14 @@ def calibrated_weights(
         if _TOKENS in values and on_experts is not None:
             on_experts(ExpertTokens(f"{prefix}mlp/experts", tuple(np.asarray(values[_TOKENS]).tolist())))
 
-    start, streams = _last_streams(parts, config.layers)
+    start, streams = _last_streams(parts, "stream", config.layers)
     for index in range(config.layers):
         if (finished := _finished(parts, f"layer-{index}")) is not None:
             take(finished, f"layers/{index}/")
         elif index < start and any(path.startswith(f"layers/{index}/") for path in chosen):
             start = 0
     if start == 0:
-        streams = _kept_streams(parts, 0, _first_streams(model, data.windows, count))
+        streams = _kept_streams(parts, "stream", 0, _first_streams(model, data.windows, count))
     if progress is not None:
         progress(start, config.layers)
     for index in range(start, config.layers):
@@ -175,7 +177,7 @@ def calibrated_weights(
         paths = [path for path in parameter_paths(layer) if prefix + path in found]
         quantized = with_leaves(layer, {path: found[prefix + path][prefix + path] for path in paths})
         forms = tuple(map(_with_stacked_experts, (quantized, layer)[:count]))
-        streams = _kept_streams(parts, index + 1, _next_streams(forms, streams, number, config))
+        streams = _kept_streams(parts, "stream", index + 1, _next_streams(forms, streams, number, config))
         if progress is not None:
             progress(index + 1, config.layers)
     if (head := _head_path(config)) in chosen:
@@ -219,22 +221,22 @@ def _kept(parts: FinishedParts | None, name: str, values: Mapping[str, Any]) -> 
     return parts.save(name, values.items())
 
 
-def _kept_streams(parts: FinishedParts | None, index: int, batches: Iterable[Array]) -> Collection[Any]:
+def _kept_streams(parts: FinishedParts | None, name: str, index: int, batches: Iterable[Array]) -> Collection[Any]:
     """The residual streams in front of a layer, in batches.
 
     They are in memory, or in a part that replaces that of the layer before.
     """
     if parts is None:
         return list(batches)
-    streams = parts.save(f"stream-{index}", ((str(i), batch) for i, batch in enumerate(batches)))
-    parts.remove(f"stream-{index - 1}")
+    streams = parts.save(f"{name}-{index}", ((str(i), batch) for i, batch in enumerate(batches)))
+    parts.remove(f"{name}-{index - 1}")
     return streams.values()
 
 
-def _last_streams(parts: FinishedParts | None, layers: int) -> tuple[int, Collection[Any]]:
+def _last_streams(parts: FinishedParts | None, name: str, layers: int) -> tuple[int, Collection[Any]]:
     """The number of layers that an earlier run finished, and the residual streams after them."""
     for index in range(layers, 0, -1):
-        if (streams := _finished(parts, f"stream-{index}")) is not None:
+        if (streams := _finished(parts, f"{name}-{index}")) is not None:
             return index, streams.values()
     return 0, ()
 
@@ -286,7 +288,7 @@ class FloatLayer:
 
     index: int
     params: PyTree
-    streams: Sequence[Array]
+    streams: Collection[Any]
     config: DecoderConfig
 
     @property
@@ -318,31 +320,40 @@ class FloatLayer:
         return {self.prefix + path: one for path, one in found.items()}
 
 
-def float_layers(model: Model, windows: Int[np.ndarray, "W T"], progress: Progress | None = None) -> Iterator[FloatLayer]:
+def float_layers(
+    model: Model,
+    windows: Int[np.ndarray, "W T"],
+    progress: Progress | None = None,
+    parts: FinishedParts | None = None,
+) -> Iterator[FloatLayer]:
     """Runs a text through a float decoder, layer by layer.
 
-    One layer's weights are in memory at a time, and the residual stream of the whole text.
+    One layer's weights are in memory at a time, and without `parts` the residual stream of the whole text.
 
     Args:
         model: a model that can be run.
         windows: token ids.
         progress: called before the first layer and after each.
+        parts: where the residual stream is kept, for a run that resumes this one and to save memory.
 
     Returns:
-        Each layer with its inputs, and the final norm with the head.
+        Each layer with its inputs, and the final norm with the head. A run that resumes another begins with the layer that the other
+        did not finish.
 
     Raises:
         QuantError: when a token has no embedding.
         UnsupportedError: when the model cannot be run.
     """
     config = _checked_config(model, windows)
-    streams = list(_first_streams(model, windows))
+    start, streams = _last_streams(parts, "float-stream", config.layers)
+    if start == 0:
+        streams = _kept_streams(parts, "float-stream", 0, _first_streams(model, windows))
     if progress is not None:
-        progress(0, config.layers)
-    for index in range(config.layers):
+        progress(start, config.layers)
+    for index in range(start, config.layers):
         layer = _with_stacked_experts(_floats(_stored_layer(model, index)))
         yield FloatLayer(index, layer, streams, config)
-        streams = list(_next_streams((layer,), streams, jnp.int32(index), config))
+        streams = _kept_streams(parts, "float-stream", index + 1, _next_streams((layer,), streams, jnp.int32(index), config))
         if progress is not None:
             progress(index + 1, config.layers)
     yield FloatLayer(config.layers, _floats(_stored_ends(model)), streams, config)
