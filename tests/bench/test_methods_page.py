@@ -40,9 +40,9 @@ def by_budget() -> Iterator[str]:
     yield "| plan | bits per weight | rounded, KL divergence | GPTQ, KL divergence | GPTQ, perplexity |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     rows = [("nvfp4, the recipe", uniform)]
-    for bits in dict.fromkeys(round(r["bits"], 1) for r in saved("allocation")["rows"]):
+    for bits in dict.fromkeys(round(r["bits"], 2) for r in saved("allocation")["rows"]):
         rows.append(
-            (f"`--bits {bits}`", {r["method"]: r for r in saved("allocation")["rows"] if round(r["bits"], 1) == bits})
+            (f"`--bits {bits:g}`", {r["method"]: r for r in saved("allocation")["rows"] if round(r["bits"], 2) == bits})
         )
     for name, found in rows:
         cells = [name, f"{found['rtn']['bits']:.2f}"]
@@ -206,6 +206,8 @@ def test_what_rotated_inputs_save():
 def test_what_is_left_of_llama_cpps_divergence():
     left = [r["fewbit_kl"] / r["kl"] for r in saved("llama_quants")["rows"]]
     assert [f"{100 * of(left):.0f}" for of in (min, max)] == ["9", "25"]
+    pure = [round(100 * r["fewbit_kl"] / r["kl"]) for r in saved("llama_quants")["rows"] if r["type"].endswith(" pure")]
+    assert "at 4.51 bits {} % of `Q4_0`'s divergence and {} % of `IQ4_NL`'s are left".format(*pure) in PAGE
 
 
 def test_the_one_command():
