@@ -91,6 +91,9 @@ static int BlockFailures(int number) {
   const bool contracts_cols = Any(0, 1);
   job.N = number % 20 != 0 ? Any(1, 40) : contracts_cols ? Any(100, 140) : Any(2040, 2060);
   const int64_t depth = is_ggml ? (job.K + 31) / 32 * 32 : job.K, tiles = (depth - 1) / tile + 1, bytes = (depth * bits + 7) / 8;
+  const int64_t unit = is_ggml ? 32 : 16, part = unit * Any(1, tile / unit);
+  job.block = Any(0, 1) || tile % part != 0 ? tile : part;
+  const int64_t block = job.block, blocks = (depth - 1) / block + 1;
   std::vector<int32_t> order(32);
   for (int i = 0; i < 32; ++i) order[i] = i / 2 + i % 2 * 16;
   if (is_ggml) job.order = order.data(), job.group = 32;
@@ -107,13 +110,13 @@ static int BlockFailures(int number) {
   for (int8_t& value : of_codes) value = static_cast<int8_t>(is_wide ? Any(-127, 127) : Any(-31, 32));
   const int half = is_signed ? 1 << (bits - 1) : 0;  // numbers in the order of two's complement, or of the codes
   for (int i = 0; is_ordered && !is_byte && i < 1 << bits; ++i) of_codes[i] = static_cast<int8_t>((i ^ half) - half);
-  std::vector<float> w_scale(n_tiles * tiles), w_zero(w_scale.size()), x_scale(job.M * (is_tiled ? tiles : 1));
+  std::vector<float> w_scale(n_tiles * tiles), w_zero(w_scale.size()), x_scale(job.M * (is_tiled ? blocks : 1));
   for (float& scale : w_scale) scale = static_cast<float>(Any(1, 100)) / 64;
   for (float& scale : x_scale) scale = static_cast<float>(Any(1, 100)) / 37;
   for (float& zero : w_zero) zero = static_cast<float>(Any(-9, 9));
   job.w.codes = codes.data();
   job.w.scale = {ScaleType::kF32, w_scale.data(), nullptr}, job.w.zero = {ScaleType::kF32, w_zero.data(), nullptr};
-  job.x_scale = {x_scale.data(), 1, is_tiled ? tiles : 1, is_tiled};
+  job.x_scale = {x_scale.data(), 1, is_tiled ? blocks : 1, is_tiled};
   if (is_byte) SetNumbers(is_signed, &job);
   else SetNumbers(of_codes.data(), &job);
   const auto byte_at = [&](int64_t n, int64_t k) { return contracts_cols ? codes[n * bytes + k] : codes[k * job.N + n]; };
@@ -132,7 +135,7 @@ static int BlockFailures(int number) {
     const Isa isa = ByteDotIsaOf(level);
     const Kernels kernels = KernelsFor(isa);
     std::vector<float> y(job.M * job.N, -1.0f);
-    std::vector<int32_t> sums(job.M * tiles);
+    std::vector<int32_t> sums(job.M * blocks);
     job.y = y.data();
     if (by_panels) {
       IntegerJob panels = kernels.panels_of(job);
@@ -151,17 +154,17 @@ static int BlockFailures(int number) {
       job.x = laid.data(), job.x_sums = sums.data();
       for (int64_t chunk = 0; chunk < kernels.block_chunks(job); ++chunk) kernels.run_blocks(job, chunk);
     }
-    const bool scales_last = tiles > 1 && !is_tiled, fuses = !FEWBIT_X86 || level > 0;
+    const bool scales_last = blocks > 1 && !is_tiled, fuses = !FEWBIT_X86 || level > 0;
     const auto plus = [&](float a, float b, float c) { return fuses ? std::fma(a, b, c) : a * b + c; };
     int failures = 0;
     for (int64_t m = 0; m < job.M; ++m) {
       for (int64_t n = 0; n < job.N; ++n) {
         float total = 0;
-        for (int64_t t = 0; t < tiles; ++t) {
+        for (int64_t t = 0; t < blocks; ++t) {
           int32_t sum = 0, x_sum = 0;
-          const int64_t at = contracts_cols ? n / n_tile * tiles + t : t * n_tiles + n / n_tile;
+          const int64_t at = contracts_cols ? n / n_tile * tiles + t / job.share() : t / job.share() * n_tiles + n / n_tile;
           const float zero = w_zero[at], scale = w_scale[at] * 0.5f;
-          for (int64_t place = t * tile; place < depth && place < (t + 1) * tile; ++place) {
+          for (int64_t place = t * block; place < depth && place < (t + 1) * block; ++place) {
             const int64_t k = is_ggml ? place / 32 * 32 + order[place % 32] : place;
             if (k >= job.K) continue;
             const int less = job.w.role == Zero::kWhole ? static_cast<int>(zero) : 0;
@@ -177,9 +180,9 @@ static int BlockFailures(int number) {
       }
     }
     if (failures) {
-      std::printf("blocks %d, %s%s: %d wrong of %ld; bits %d contracts_cols %d role %d ggml %d tiled %d M %ld N %ld K %ld tile %ld\n", number, NameOf(isa),
+      std::printf("blocks %d, %s%s: %d wrong of %ld; bits %d contracts_cols %d role %d ggml %d tiled %d M %ld N %ld K %ld tile %ld block %ld\n", number, NameOf(isa),
                   by_panels ? " by panels" : "", failures, static_cast<long>(job.M * job.N), bits, contracts_cols, static_cast<int>(job.w.role), is_ggml, is_tiled,
-                  static_cast<long>(job.M), static_cast<long>(job.N), static_cast<long>(job.K), static_cast<long>(tile));
+                  static_cast<long>(job.M), static_cast<long>(job.N), static_cast<long>(job.K), static_cast<long>(tile), static_cast<long>(block));
       return 1;
     }
   }

@@ -44,12 +44,12 @@ def test_reference_is_the_product_of_what_operands_decode_to(scheme):
     q = fb.quantize(jnp.asarray(rng.normal(size=(2, 18, 208)), jnp.float32), scheme)
     q = jax.tree.map(lambda leaf: leaf[:1], q)
     tile = q.tiles[2]
-    for kind in (f"int8_g{tile}", "int8"):
+    for kind in (f"int8_g{tile}", "int8", "int8_g16", f"int8_g{2 * tile}"):
         x = fb.quantize(jnp.asarray(rng.normal(size=(1, 3, 208)), jnp.float32), kind)
         y = unfused(block_product)(x, q)
         wide, values = (np.float64(laws.numpy_dequantize(a)) for a in (x, q))
         # Four roundings of each block's product, one of each sum, and those of what is decoded.
-        bound = (208 / tile + 8) * 2.0**-24 * (np.abs(wide) @ np.abs(values).swapaxes(1, 2))
+        bound = (208 / min(tile, 16) + 8) * 2.0**-24 * (np.abs(wide) @ np.abs(values).swapaxes(1, 2))
         if q.zero_point is not None:  # terms of opposite signs
             bound *= 16
         assert np.all(np.abs(y - wide @ values.swapaxes(1, 2)) <= bound)
@@ -68,11 +68,15 @@ def test_refusals():
     assert refused_weight(fb.scheme("q4_1").along(-2, 3), 256, 32, 32, contracts_cols=False) is None
     assert refusal("nf4") == "the numbers of nf4 are not small integers times one step"
     assert refusal("q4_0", length=32, tile=32) == "its scales do not vary along the contraction"
-    assert refusal("q4_0", x_tile=16) == "the block sizes along the contraction are 16 and 32; they must be equal"
-    assert refusal("q4_0", tile=24, x_tile=24) == "its block size is 24; it must be a multiple of 16"
+    assert refusal("q4_0", x_tile=16) is None
+    assert refusal("q4_0", x_tile=64) is None
+    assert refusal("q4_0", x_tile=48) == (
+        "the block sizes along the contraction are 48 and 32; one must be a multiple of the other"
+    )
+    assert refusal("q4_0", tile=24, x_tile=24) == "the shorter block size is 24; it must be a multiple of 16"
     ggml = Packing(interleave=paired(32))
     assert refusal("q4_0", packing=ggml) is None
-    assert refusal("q4_0", tile=16, x_tile=16, packing=ggml) == "its block size is 16; it must be a multiple of 32"
+    assert refusal("q4_0", x_tile=16, packing=ggml) == "the shorter block size is 16; it must be a multiple of 32"
     assert refusal("int8_g32", length=2**19, tile=2**18, x_tile=2**18) == (
         "sums of 262144 products of its codes may not fit in int32"
     )

@@ -4,7 +4,8 @@ With codes `c` of x, integers `d` of the weight, a zero point `z` and a float of
 
     y[m, n] = sum over t of  s_x[m, t] (s_w[n, t] sum over k in t of c[m, k] (d[n, k] - z[n, t])  +  o[n, t] sum over k in t of c[m, k])
 
-The sums over k are exact in int32. Blocks are added in float32, from the first to the last.
+The sums over k are exact in int32. Blocks are added in float32, from the first to the last. They are those of x or of the weight,
+whichever are shorter; a longer block of the other gives its scale to each of them.
 """
 
 import math
@@ -75,13 +76,14 @@ def refused_weight(scheme: Scheme, length: int, tile: int | None, x_tile: int | 
         if is_whole(scheme) and bits in (4, 8):
             return "its scales do not vary along the contraction"
         tile = None
-    if x_tile is not None and x_tile != tile:
-        return f"the block sizes along the contraction are {x_tile} and {tile or length}; they must be equal"
+    block = min(tile or length, x_tile or length)
+    if x_tile is not None and tile is not None and max(x_tile, tile) % block:
+        return f"the block sizes along the contraction are {x_tile} and {tile}; one must be a multiple of the other"
     group = 1
     if scheme.packing != type(scheme.packing)():
         group = codes_per_unit(bits, scheme.packing)
-    if tile is not None and tile % math.lcm(16, group):
-        return f"its block size is {tile}; it must be a multiple of {math.lcm(16, group)}"
+    if block < length and block % math.lcm(16, group):
+        return f"the shorter block size is {block}; it must be a multiple of {math.lcm(16, group)}"
     if isinstance(scheme.scale, Scheme) and scheme.scale.format.bits != 8:
         return f"its scales are {scheme.scale.name}; quantized scales must have 8 bits"
     reach = int(np.abs(numbers[0]).max())
@@ -89,9 +91,16 @@ def refused_weight(scheme: Scheme, length: int, tile: int | None, x_tile: int | 
         if numbers[1] != 1 or not isinstance(scheme.zero_point, Integer):
             return "its zero points are not integers in units of its codes"
         reach += int(np.abs(scheme.zero_point.values()).max())
-    if reach * 128 * (tile or length) >= 2**31:
-        return f"sums of {tile or length} products of its codes may not fit in int32"
+    if reach * 128 * block >= 2**31:
+        return f"sums of {block} products of its codes may not fit in int32"
     return None
+
+
+def of_blocks(values: jax.Array, tile: int, block: int, count: int) -> jax.Array:
+    """Numbers `[.., tiles]` of tiles along a contraction, one for each of `count` blocks: `[.., count]`."""
+    if tile == block:
+        return values
+    return jnp.repeat(values, -(-tile // block), axis=-1)[..., :count]
 
 
 def block_numbers(fmt: AbstractFormat) -> tuple[np.ndarray, float] | None:
@@ -131,23 +140,28 @@ def block_product(x: QArray, q: QArray, *, contracts_cols: bool = True) -> jax.A
     """
     at = contracted_axis(contracts_cols)
     length, fmt = q.shape[at], q.scheme.format
-    tile = q.tiles[at] or length
+    tile, x_tile = q.tiles[at] or length, x.tiles[2] or length
+    block = min(tile, x_tile)
     numbers = block_numbers(fmt)
     assert numbers is not None
     codes = jnp.moveaxis(unpack(q.codes, fmt.bits, length, q.scheme.packing, axis=at), at, 2)  # [B, N, K]
     d = jnp.asarray(numbers[0])[codes.astype(jnp.int32)]
     c = jax.lax.bitcast_convert_type(x.codes, jnp.int8).astype(jnp.int32)
-    c, d = (jnp.pad(a, ((0, 0), (0, 0), (0, -length % tile))) for a in (c, d))
-    c, d = (a.reshape(*a.shape[:2], -1, tile) for a in (c, d))  # [B, M or N, t, k]
+    c, d = (jnp.pad(a, ((0, 0), (0, 0), (0, -length % block))) for a in (c, d))
+    c, d = (a.reshape(*a.shape[:2], -1, block) for a in (c, d))  # [B, M or N, t, k]
     sums = jnp.sum(c[:, :, None] * d[:, None], axis=-1)  # [B, M, N, t]
     of_x = jnp.sum(c, axis=-1)[:, :, None]  # [B, M, 1, t]
     count = sums.shape[-1]
-    s_x = jnp.broadcast_to(scale_values(x), (*x.scale.shape[:2], count))[:, :, None]
-    s_w = _of_outputs(scale_values(q) * np.float32(numbers[1]), q, at)[:, None]
+    s_x = jnp.broadcast_to(of_blocks(scale_values(x), x_tile, block, count), (*x.scale.shape[:2], count))[:, :, None]
+
+    def of_outputs(values: jax.Array) -> jax.Array:
+        return of_blocks(_of_outputs(values, q, at), tile, block, count)[:, None]
+
+    s_w = of_outputs(scale_values(q) * np.float32(numbers[1]))
     zero = q.zero_point
     if isinstance(q.scheme.zero_point, AbstractFormat):
         assert zero is not None
-        sums = sums - _of_outputs(q.scheme.zero_point.decode(zero), q, at)[:, None].astype(jnp.int32) * of_x
+        sums = sums - of_outputs(q.scheme.zero_point.decode(zero)).astype(jnp.int32) * of_x
         zero = None
     is_one_scale = x.scale.shape[2] == 1 and count > 1
     wide, of_x = sums.astype(jnp.float32), of_x.astype(jnp.float32)
@@ -158,7 +172,7 @@ def block_product(x: QArray, q: QArray, *, contracts_cols: bool = True) -> jax.A
         if t > 0:
             total = total + wide[..., t] * s_w[..., t]
         if zero is not None:
-            total = total + _of_outputs(zero.astype(jnp.float32), q, at)[:, None, :, t] * of_x[..., t]
+            total = total + of_outputs(zero.astype(jnp.float32))[..., t] * of_x[..., t]
     if is_one_scale:
         total = total * s_x[..., 0]
     return total

@@ -76,29 +76,62 @@ LAYOUTS = pytest.mark.parametrize("axis", [-1, -2], ids=["[N, K]", "[K, N]"])
 @LAYOUTS
 @pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
 def test_the_bits_of_the_reference(case: str, axis: int):
-    q, contracts_cols = weight(*CASES[case], axis), axis == -1
+    q = weight(*CASES[case], axis)
     for tile in (q.tiles[axis], None):
-        x = activation(11, q.shape[axis], tile)  # more than are decoded for at once
-        expected = unfused(lambda x, q: block_product(x, q, contracts_cols=contracts_cols))(x, q)
-        y = {isa: np.asarray(native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa)) for isa in HERE}
-        if BUILT.isa in LEVELS:
-            np.testing.assert_array_equal(y["portable"], expected)
-        for isa in FUSED:
-            np.testing.assert_array_equal(y[isa], y[FUSED[0]], isa)
-        # One rounding less for each block.
-        values = laws.numpy_dequantize(q)
-        size = np.abs(laws.numpy_dequantize(x)) @ np.abs(values.swapaxes(1, 2) if axis == -1 else values)
-        for isa in HERE:
-            assert np.all(np.abs(y[isa] - expected) <= 2.0**-20 * size), isa
-        few = jax.tree.map(lambda leaf: leaf if leaf is None or leaf.shape[1] == 1 else leaf[:, :3], x)
-        for isa in HERE:
-            np.testing.assert_array_equal(
-                native_blocks(few, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa), y[isa][:, :3]
+        check_bits(activation(11, q.shape[axis], tile), q, axis)
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [
+        ("int4_g64", 16),
+        ("q4_1", 64),
+        ("nvfp4", 32),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("q4_0 as ggml packs", 64),
+                ("mxfp4", 16),
+                ("nvfp4_16x16", 64),
+                ("q8_0", 16),
+                ("uint8_g32", 64),
+                ("ternary", 64),
+                ("int3_g64", 32),
+                ("q5_1", 16),
+                ("int7", 32),
             )
-        many = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf, leaf], axis=1), x)  # so many take panels
+        ),
+    ],
+)
+def test_blocks_of_two_sizes(case: str, tile: int, axis: int):
+    q = weight(*CASES[case], axis)
+    check_bits(activation(11, q.shape[axis], tile), q, axis)
+
+
+def check_bits(x: fb.QArray, q: fb.QArray, axis: int) -> None:
+    """Checks the product by 11 rows (more than are decoded for at once), by 3 and by 33 against the reference at every instruction set."""
+    contracts_cols = axis == -1
+    expected = unfused(lambda x, q: block_product(x, q, contracts_cols=contracts_cols))(x, q)
+    y = {isa: np.asarray(native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa)) for isa in HERE}
+    if BUILT.isa in LEVELS:
+        np.testing.assert_array_equal(y["portable"], expected)
+    for isa in FUSED:
+        np.testing.assert_array_equal(y[isa], y[FUSED[0]], isa)
+    # One rounding less for each block.
+    values = laws.numpy_dequantize(q)
+    size = np.abs(laws.numpy_dequantize(x)) @ np.abs(values.swapaxes(1, 2) if axis == -1 else values)
+    for isa in HERE:
+        assert np.all(np.abs(y[isa] - expected) <= 2.0**-20 * size), isa
+    few = jax.tree.map(lambda leaf: leaf if leaf is None or leaf.shape[1] == 1 else leaf[:, :3], x)
+    for isa in HERE:
         np.testing.assert_array_equal(
-            native_blocks(many, q, contracts_cols=contracts_cols, dtype=jnp.float32), np.tile(y[HERE[-1]], (1, 3, 1))
+            native_blocks(few, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa), y[isa][:, :3]
         )
+    many = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf, leaf], axis=1), x)  # so many take panels
+    np.testing.assert_array_equal(
+        native_blocks(many, q, contracts_cols=contracts_cols, dtype=jnp.float32), np.tile(y[HERE[-1]], (1, 3, 1))
+    )
 
 
 @pytest.mark.parametrize("name", ["q4_1", pytest.param("q5_1", marks=pytest.mark.slow)])

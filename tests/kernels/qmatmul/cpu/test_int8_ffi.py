@@ -150,9 +150,9 @@ def test_refusals():
         "nf4[2,64] does not have integer codes of at most 8 bits with integer zero points"
     )
     assert refusal(x, x, accumulator="float32") == "it sums in int32, but accumulator='float32' was requested"
-    other = fb.quantize(jnp.ones((2, 64)), "int8_g32")
+    other = fb.quantize(jnp.ones((2, 64)), "int8_g8")
     assert refusal(fb.quantize(jnp.ones((2, 64)), "int8_g16"), other) == (
-        "the block sizes along the contraction are 16 and 32; they must be equal"
+        "the block sizes along the contraction are 16 and 8; they must be equal"
     )
     inner = quantized("int8", (3, 64, 2))
     numbers = (((1,), (1,)), ((), ()))

@@ -118,7 +118,7 @@ def test_blocks_of_integers_have_the_bits_of_the_reference(name: str, axis: int)
     shape = (4, 96, 21) if axis == 1 else (4, 21, 96)
     q = fb.quantize(jnp.asarray(random(*shape)), name, axis=axis)
     contracts_cols, tile = axis == 2, q.tiles[axis]
-    for kind in (f"int8_g{tile}", "int8"):
+    for kind in (f"int8_g{tile}", "int8", "int8_g48" if tile == 16 else "int8_g16"):
         x = fb.quantize(jnp.asarray(random(24, 96)), kind)
         problem = Problem.ragged(Operand.of(x), Operand.of(q), contracts_cols)
         assert Cpu().unsupported(problem) is None

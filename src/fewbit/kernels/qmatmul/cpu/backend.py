@@ -104,8 +104,10 @@ class Cpu(AbstractKernel):
 
 
 def _reads_blocks(x: QArray, q: QArray, contracts_cols: bool) -> bool:
-    """Whether a weight is read in place, block by block, and not packed in panels."""
-    return _has_blocks(x, q, contracts_cols) and (not is_whole(q.scheme) or x.shape[1] <= BLOCK_ROWS)
+    """Whether a weight is read in place, block by block, and not packed in panels, whose blocks are those of `x`, too."""
+    at = contracted_axis(contracts_cols)
+    is_equal = 1 in (x.scale.shape[2], q.scale.shape[at]) or x.tiles[2] == q.tiles[at]
+    return _has_blocks(x, q, contracts_cols) and (not is_whole(q.scheme) or x.shape[1] <= BLOCK_ROWS or not is_equal)
 
 
 def _has_blocks(x: QArray, q: QArray, contracts_cols: bool) -> bool:

@@ -9,7 +9,7 @@ from ....array.qarray import QArray
 from ....array.quantize import scale_values
 from ....formats.integer import Integer
 from ...buffers import INTEGER_LEVELS, flat, scale_buffers, stored_zeros, stream_order
-from ..blocks import block_numbers
+from ..blocks import block_numbers, of_blocks
 from ..matrix_view import contracted_axis
 
 TARGET = "fewbit_integer_blocks"
@@ -44,6 +44,10 @@ def native_blocks(
     tiles = [tile or length for tile, length in zip(q.tiles[1:], q.shape[1:], strict=True)]
     if tiles[at - 1] >= depth:  # one block, of whole vectors
         tiles[at - 1] = -(-depth // 32) * 32
+    x_scale, block = scale_values(x), tiles[at - 1]
+    if x_scale.shape[2] > 1:
+        block = min(block, x.tiles[2] or depth)
+        x_scale = of_blocks(x_scale, x.tiles[2] or depth, block, -(-depth // block))
     found = block_numbers(scheme.format)
     assert found is not None
     numbers, step = found
@@ -53,7 +57,7 @@ def native_blocks(
     result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - at]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
         jax.lax.bitcast_convert_type(x.codes, jnp.int8),
-        scale_values(x),
+        x_scale,
         q.codes,
         scale,
         scale_table,
@@ -68,6 +72,7 @@ def native_blocks(
         bits=np.int64(scheme.format.bits),
         row_tile=np.int64(tiles[0]),
         col_tile=np.int64(tiles[1]),
+        block=np.int64(block),
         role=np.int64(role),
         unit=np.float32(step),
         is_signed=isinstance(scheme.format, Integer) and scheme.format.signed,

@@ -225,7 +225,10 @@ static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, D
   const int64_t n = job.contracts_cols ? 1 : 2, k = 3 - n;  // the axes of outputs and of the contraction
   checks.Equal("outputs of the codes", codes[n], job.N);
   checks.Equal("contracted bytes of the codes", codes[k], BytesOf(job.depth(), job.w.bits));
-  checks.That(job.tile() % 16 == 0 || job.tile() >= job.depth(), "tiles must be whole groups of 16 codes");
+  checks.AtLeast("places of a block", job.block, 1);
+  if (checks.failed()) return false;
+  checks.That(job.block % 16 == 0 || job.block >= job.depth(), "blocks must be whole groups of 16 codes");
+  checks.That(job.tile() % job.block == 0 || job.tile() >= job.depth(), "tiles must be whole blocks");
   const int64_t rows = TilesOf(job.w.rows, job.w.row_tile), cols = TilesOf(job.w.cols, job.w.col_tile);
   checks.OneOf("matrices of the scales", scale[0], {1, stacked});
   checks.Equal("rows of the scales", scale[1], rows);
@@ -239,7 +242,7 @@ static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, D
 // One matrix, in place.
 static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJob& job, const int8_t* rows) {
   const int64_t row = (kernels.block_row_bytes(job) + 3) / 4 * 4;
-  const CallMemory memory(job.M * (row + job.tiles() * 4));
+  const CallMemory memory(job.M * (row + job.blocks() * 4));
   int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
   int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
   job.x = laid, job.x_sums = sums;
@@ -254,7 +257,7 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
                          ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero,
                          ffi::BufferR1<ffi::F32> zero_table, ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::S8> numbers,
                          ffi::BufferR1<ffi::S32> picked, ffi::BufferR1<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t depth, int64_t bits,
-                         int64_t row_tile, int64_t col_tile, int64_t role, float unit, bool is_signed, int64_t level, ffi::Span<const int32_t> order) {
+                         int64_t row_tile, int64_t col_tile, int64_t block, int64_t role, float unit, bool is_signed, int64_t level, ffi::Span<const int32_t> order) {
   BlockJob job{};
   Checks checks("blocks of integers");
   const auto x_shape = x.dimensions(), y_shape = y->dimensions(), shape = codes.dimensions();
@@ -272,7 +275,7 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2];
   job.w.bits = static_cast<int>(bits), job.w.row_tile = row_tile, job.w.col_tile = col_tile;
   job.w.role = static_cast<Zero>(role), job.group = static_cast<int64_t>(order.size()), job.contracts_cols = contracts_cols;
-  job.w.rows = contracts_cols ? job.N : depth, job.w.cols = contracts_cols ? depth : job.N;
+  job.w.rows = contracts_cols ? job.N : depth, job.w.cols = contracts_cols ? depth : job.N, job.block = block;
   checks.Equal("batch of the result", y_shape[0], batch);
   checks.Equal("rows of the result", y_shape[1], job.M);
   checks.Within("number of picked matrices", picks, 0, 1);
@@ -283,10 +286,10 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   if (!FitsBlocks(job, stacked, shape, scale_shape, zero_shape, checks)) return checks.error();
   if (job.group != 0) {
     checks.Equal("codes beyond whole groups of the order", depth % job.group, 0);
-    checks.That(job.tile() % job.group == 0 || job.tile() >= depth, "tiles must be whole groups of the order");
+    checks.That(block % job.group == 0 || block >= depth, "blocks must be whole groups of the order");
     for (const int32_t place : order) checks.Within("a place of the order", place, 0, job.group - 1);
   }
-  CheckPerTile("scales of x", x_scale.dimensions(), batch, job.M, scale_shape[contracts_cols ? 2 : 1], true, checks);
+  CheckPerTile("scales of x", x_scale.dimensions(), batch, job.M, job.blocks(), true, checks);
   const int64_t tensor_scales = static_cast<int64_t>(tensor_scale.element_count());
   checks.OneOf("tensor scales", tensor_scales, {0, 1, stacked});
   const int64_t count = static_cast<int64_t>(numbers.element_count());
@@ -335,7 +338,7 @@ XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
                            .Arg<ffi::BufferR3<ffi::S8>>()   // x [B, M, K]
-                           .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, tiles or 1]
+                           .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, blocks or 1]
                            .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, N, bytes of K] or [B or 1, bytes of K, N]; of a stack that one is picked of, any number
                            .Arg<ffi::AnyBuffer>()           // scales [stack or 1, tiles of rows, tiles], as they are stored
                            .Arg<ffi::BufferR1<ffi::F32>>()  // the numbers of stored scales, if they are bytes
@@ -351,6 +354,7 @@ XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("row_tile")
                            .Attr<int64_t>("col_tile")
+                           .Attr<int64_t>("block")
                            .Attr<int64_t>("role")
                            .Attr<float>("unit")
                            .Attr<bool>("is_signed")

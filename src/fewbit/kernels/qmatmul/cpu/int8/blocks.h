@@ -53,7 +53,7 @@ static bool TakesPanels(const BlockJob& job) {
 // The IntegerJob whose weight are the numbers of a block job. They have 8 bits, but for a few rows of x, which read codes of 4 in place.
 static IntegerJob PanelsOf(const BlockJob& job) {
   IntegerJob panels{};
-  panels.M = job.M, panels.N = job.N, panels.K = job.depth(), panels.tile = job.tile(), panels.contracts_cols = job.contracts_cols;
+  panels.M = job.M, panels.N = job.N, panels.K = job.depth(), panels.tile = job.block, panels.contracts_cols = job.contracts_cols;
   panels.x_scale = job.x_scale, panels.blocks = &job, panels.y = job.y, panels.y_kind = job.y_kind;
   panels.bits = 8, panels.offset = job.offset;
   const bool is_across = IsAcross(panels), is_byte = job.w.bits == 8;
@@ -98,11 +98,11 @@ static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t
       std::memcpy(to, codes, kIntBytes);
     }
   }
-  for (int64_t t = 0; t < job.tiles(); ++t) {
-    const int64_t end = (t + 1) * job.w.col_tile < job.K ? (t + 1) * job.w.col_tile : job.K;
+  for (int64_t t = 0; t < job.blocks(); ++t) {
+    const int64_t end = (t + 1) * job.block < job.K ? (t + 1) * job.block : job.K;
     int32_t sum = 0;
-    for (int64_t k = t * job.w.col_tile; k < end; ++k) sum += from[k];
-    sums[m * job.tiles() + t] = sum;
+    for (int64_t k = t * job.block; k < end; ++k) sum += from[k];
+    sums[m * job.blocks() + t] = sum;
   }
 }
 
@@ -112,10 +112,21 @@ struct BlockScales {
   float *scale, *zero;
   uint32_t offset;
 
-  static int64_t Room(const BlockJob& job) { return (job.tiles() + kLanes - 1) / kLanes * kLanes; }
+  static int64_t Room(const BlockJob& job) { return (job.blocks() + kLanes - 1) / kLanes * kLanes; }
 
   static void Load(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* rest, float* out) {
-    const int64_t tiles = job.tiles(), room = Room(job);
+    LoadTiles(job, stored, unit, n0, rest, out);
+    const int64_t share = job.share();
+    for (int64_t t = job.w.tiles_per_row - 1, end = job.blocks(); share > 1 && t >= 0; --t) {  // from the last: each moves up
+      V v;
+      std::memcpy(&v, out + t * kLanes, sizeof(v));
+      for (; end > t * share; --end) Store(out + (end - 1) * kLanes, v);
+    }
+  }
+
+  // One vector for each tile of w.
+  static void LoadTiles(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* rest, float* out) {
+    const int64_t tiles = job.w.tiles_per_row, room = (tiles + kLanes - 1) / kLanes * kLanes;
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
     const bool is_half = stored.type == ScaleType::kF16 || stored.type == ScaleType::kBF16;
     if (is_half && tiles <= 2 * kLanes) return LoadHalves(job, stored, unit, n0, out);
@@ -131,7 +142,7 @@ struct BlockScales {
   // At most 32, of 16 bits, of each row: those of two blocks change places as one word, and are converted afterwards. Of longer rows
   // the loads of 16 rows at once take more time than that saves.
   static void LoadHalves(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* out) {
-    const int64_t tiles = job.tiles();
+    const int64_t tiles = job.w.tiles_per_row;
     const __mmask32 there = tiles < 32 ? (1u << tiles) - 1 : ~0u;
     const auto converted = [&](__m512i halves) {
       if (stored.type == ScaleType::kBF16) return (V)_mm512_slli_epi32(halves, 16);
@@ -153,9 +164,8 @@ struct BlockScales {
 };
 
 // Adds one block of the sums of row m of x.
-static inline void EndBlock(const BlockJob& job, const BlockScales& scales, int64_t m, int64_t t, bool scales_last, U sum,
-                            V* total) {
-  const int32_t x_sum = job.x_sums[m * job.tiles() + t];
+static inline void EndBlock(const BlockJob& job, const BlockScales& scales, int64_t m, int64_t t, int32_t x_sum, bool scales_last,
+                            U sum, V* total) {
   sum -= SameI(static_cast<int32_t>(static_cast<uint32_t>(x_sum) * scales.offset));
   const V scale = Load(scales.scale + t * kLanes);
   const float x_scale = scales_last ? 1.0f : job.x_scale.At(m, t);
@@ -217,9 +227,11 @@ static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, in
 template <int kBits, int kPieces>
 static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t length, int64_t n0, int64_t m, const U* sums,
                       int64_t ld) {
-  const bool scales_last = job.tiles() > 1 && job.x_scale.by_tile == 0;
+  const int64_t blocks = job.blocks();
+  const bool scales_last = blocks > 1 && job.x_scale.by_tile == 0;
   constexpr int kCodeBits = kBits == kDecoded ? 8 : kBits;
-  const int64_t parts = job.w.col_tile * kCodeBits * kPieces / 128;
+  const int32_t* x_sums = job.x_sums + m * blocks;
+  const int64_t parts = job.block * kCodeBits * kPieces / 128;
   int64_t tile = 0, left = parts;  // the current block, and how many of its parts are to come
   V total = Same(0.0f);
   U block = SameI(0);
@@ -230,14 +242,14 @@ static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t le
       TransposeQuarters(of_quarter[piece]);
     }
     UNROLL for (int i = 0; i < kQuarters * kPieces; ++i) {
-      if (tile >= job.tiles()) break;
+      if (tile >= blocks) break;
       block += of_quarter[i % kPieces][i / kPieces];
       if (--left > 0) continue;
-      EndBlock(job, scales, m, tile, scales_last, block, &total);
+      EndBlock(job, scales, m, tile, x_sums[tile], scales_last, block, &total);
       block = SameI(0), left = parts, ++tile;
     }
   }
-  if (tile < job.tiles()) EndBlock(job, scales, m, tile, scales_last, block, &total);  // a last block, shorter than the others
+  if (tile < blocks) EndBlock(job, scales, m, tile, x_sums[tile], scales_last, block, &total);  // a last block, shorter than the others
   if (scales_last) total = Mul(total, Same(job.x_scale.At(m, 0)));
   float y[kLanes];
   Store(y, total);
@@ -277,7 +289,7 @@ static void RunBlocks(const BlockJob& job, int64_t chunk) {
   const BlockScales scales{rest + room, rest + 2 * room, is_signed ? 0 : static_cast<uint32_t>(job.offset)};
   const auto outputs = is_decoded                 ? BlockOutputs<kDecoded, 1>
                        : job.w.bits == 8          ? BlockOutputs<8, 1>
-                       : job.w.col_tile % 32 != 0 ? BlockOutputs<4, 2>
+                       : job.block % 32 != 0 ? BlockOutputs<4, 2>
                                                   : BlockOutputs<4, 1>;
   float* sums = rest + 3 * room;
   uint8_t* decoded = reinterpret_cast<uint8_t*>(sums + vectors * kLanes);

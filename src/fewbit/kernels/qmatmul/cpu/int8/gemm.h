@@ -294,22 +294,25 @@ static void LoadTileRow(const Weight& w, const StoredScales& stored, float unit,
 static void LoadBlockTiles(const BlockJob& job, const Segment& segment, int64_t n0, int64_t count, int64_t width,
                            const IntegerScratch& s) {
   float numbers[kSegment / 16];
+  const int64_t share = job.share(), first = segment.tile / share, stored = (segment.tile + segment.tiles - 1) / share - first + 1;
+  int64_t place[kSegment / 16];  // of each tile among the stored ones
+  for (int64_t t = 0; t < segment.tiles; ++t) place[t] = (segment.tile + t) / share - first;
   for (int64_t t = 0; !job.contracts_cols && t < segment.tiles; ++t) {
     float* offset = s.offset + t * width;
-    LoadTileRow(job.w, job.w.scale, job.w.unit, segment.tile + t, n0, count, s.scale + t * width);
+    LoadTileRow(job.w, job.w.scale, job.w.unit, first + place[t], n0, count, s.scale + t * width);
     if (job.w.role == Zero::kNone) continue;
-    LoadTileRow(job.w, job.w.zero, 1.0f, segment.tile + t, n0, count, offset);
+    LoadTileRow(job.w, job.w.zero, 1.0f, first + place[t], n0, count, offset);
     for (int64_t i = 0; job.w.role == Zero::kWhole && i < count; ++i) s.zero[t * width + i] = static_cast<int32_t>(offset[i]);
   }
   for (int64_t i = 0; job.contracts_cols && i < count; ++i) {
-    const int64_t from = (n0 + i) / job.w.row_tile * job.tiles() + segment.tile;
-    LoadScales(job.w.scale, from, segment.tiles, job.w.unit, numbers);
-    for (int64_t t = 0; t < segment.tiles; ++t) s.scale[t * width + i] = numbers[t];
+    const int64_t from = (n0 + i) / job.w.row_tile * job.w.tiles_per_row + first;
+    LoadScales(job.w.scale, from, stored, job.w.unit, numbers);
+    for (int64_t t = 0; t < segment.tiles; ++t) s.scale[t * width + i] = numbers[place[t]];
     if (job.w.role == Zero::kNone) continue;
-    LoadScales(job.w.zero, from, segment.tiles, 1.0f, numbers);
+    LoadScales(job.w.zero, from, stored, 1.0f, numbers);
     for (int64_t t = 0; t < segment.tiles; ++t) {
-      s.offset[t * width + i] = numbers[t];
-      if (job.w.role == Zero::kWhole) s.zero[t * width + i] = static_cast<int32_t>(numbers[t]);
+      s.offset[t * width + i] = numbers[place[t]];
+      if (job.w.role == Zero::kWhole) s.zero[t * width + i] = static_cast<int32_t>(numbers[place[t]]);
     }
   }
 }

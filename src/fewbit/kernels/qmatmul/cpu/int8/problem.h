@@ -83,17 +83,19 @@ struct BlockJob {
   bool is_flipped;       // whether a code with the bits of `flip` flipped is its number
   uint8_t flip;          // of codes of 8 bits: likewise
   int64_t M, N, K;
+  int64_t block;         // contracted places of one sum: those of x's scales or of w's, whichever are fewer
   const int32_t* order;  // the code at each place of a group along K in memory; null: in order
   int64_t group;
   PerTile<float> x_scale;
   const int8_t* x;       // as `LayBlocks` lays it out
-  const int32_t* x_sums; // [M, tiles]
+  const int32_t* x_sums; // [M, blocks]
   void* y;               // [M, N]
   Float y_kind;
 
   int64_t depth() const { return contracts_cols ? w.cols : w.rows; }  // K in codes of the stream
   int64_t tile() const { return contracts_cols ? w.col_tile : w.row_tile; }
-  int64_t tiles() const { return (depth() + tile() - 1) / tile(); }
+  int64_t blocks() const { return (depth() + block - 1) / block; }
+  int64_t share() const { return (tile() + block - 1) / block; }  // blocks of one tile of w, and of its scale
 };
 
 }  // namespace fewbit
