@@ -235,6 +235,18 @@ def test_a_rotated_model(model, tmp_path):
 
 @pytest.mark.slow
 @needs_tokenizers
+def test_kept_scales(model, tmp_path):
+    text, out = text_file(tmp_path), tmp_path / "out"
+    awq = ("--method", "awq", "--calibration-text", text, "--calibration-windows", 2, "--calibration-window", 16)
+    done = run("quantize", model, "-o", out, "-r", "int8", "--keep-scales", "o,down", *awq, "--text", text)
+    assert "scales of the inputs of o and down are kept, and multiplied when the model runs" in done.stdout
+    assert "KL" in run("eval", out, "--against", model, "--text", text).stdout
+    refused = run("quantize", model, "-o", out, "-r", "int8", "--keep-scales", "o", "--overwrite", status=2).stderr
+    assert "--keep-scales o is for --method awq or smoothquant; rtn finds no scales of inputs" in refused
+
+
+@pytest.mark.slow
+@needs_tokenizers
 def test_the_source_that_is_quantized_already_is_told(model, tmp_path):
     run("quantize", model, "-o", tmp_path / "out", "-r", "nf4", "--no-check")
     said = run("plan", tmp_path / "out", "-r", "int8").stdout

@@ -149,6 +149,14 @@ RotateInputs = Annotated[
         help="Rotate the inputs of these products by a Hadamard matrix, here and when the model runs: o, down or o,down.",
     ),
 ]
+KeepScales = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-scales",
+        metavar="PRODUCTS",
+        help="Keep the scales that --method awq or smoothquant finds for the inputs of these products: o, down or o,down.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed of the rotation; default 0.")]
 
 

@@ -26,6 +26,7 @@ from ..workflows.methods.allocation import WINDOW as SENSITIVITY_WINDOW
 from ..workflows.methods.allocation import WINDOWS as SENSITIVITY_WINDOWS
 from ..workflows.methods.allocation import allocated, fitting, sensitivities
 from ..workflows.methods.calibration_data import WINDOWS, CalibrationData, calibration_data
+from ..workflows.methods.folding import with_scaled_inputs
 from ..workflows.methods.importance_file import ImportanceFile
 from ..workflows.methods.inputs import measured_inputs, with_expert_tokens
 from ..workflows.methods.rotate import rotated, with_rotated_inputs
@@ -45,6 +46,7 @@ def planned(
     keep: bool,
     rotation_seed: int | None,
     rotate_inputs: str | None = None,
+    keep_scales: str | None = None,
     names: Sequence[str] = (),
 ) -> tuple[Model, Plan]:
     """The source model, rotated if asked for, and its plan.
@@ -67,6 +69,8 @@ def planned(
         if recipe == KEEP:
             raise QuantError("--rotate-inputs changes weights and keep changes none; drop one of the two")
         opened = with_rotated_inputs(opened, tuple(rotate_inputs.split(",")))  # type: ignore[arg-type]
+    if keep_scales is not None:
+        opened = with_scaled_inputs(opened, tuple(keep_scales.split(",")))  # type: ignore[arg-type]
     return opened, plan_model(opened, recipe=recipe, plan=plan)
 
 

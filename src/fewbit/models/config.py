@@ -23,7 +23,8 @@ QKNorm = Literal["none", "head", "projection"]
 ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
 """How a checkpoint stores experts, see `Experts`."""
 
-RotatedInput = Literal["o", "down"]
+ChangedInput = Literal["o", "down"]
+"""A product whose input the decoder itself can rotate or scale: after attention, and after the activation."""
 """A product whose input is multiplied by a Hadamard matrix in the decoder, as its weight was: `models.rotate_inputs`."""
 
 RouterScores = Literal["softmax", "sigmoid"]
@@ -182,6 +183,8 @@ class DecoderConfig:
         latent: multi-head latent attention; None: grouped-query attention.
         extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
         rotated_inputs: the products whose inputs are rotated ("down" of experts, too).
+        scaled_inputs: the products whose inputs are multiplied, channel by channel, by the parameter `o_input_scale` or
+            `down_input_scale`, after the rotation if both are asked for.
 
     Raises:
         QuantError: when a number is out of range, or sizes do not divide as they must.
@@ -227,7 +230,8 @@ class DecoderConfig:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     extra_layers: int = 0
-    rotated_inputs: tuple[RotatedInput, ...] = ()
+    rotated_inputs: tuple[ChangedInput, ...] = ()
+    scaled_inputs: tuple[ChangedInput, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -245,9 +249,10 @@ class DecoderConfig:
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise QuantError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
-        for name in self.rotated_inputs:
-            if name not in get_args(RotatedInput):
-                raise QuantError(f"rotated_inputs has {name!r}, must be some of {', '.join(get_args(RotatedInput))}")
+        for field in ("rotated_inputs", "scaled_inputs"):
+            for name in getattr(self, field):
+                if name not in get_args(ChangedInput):
+                    raise QuantError(f"{field} has {name!r}, must be some of {', '.join(get_args(ChangedInput))}")
         if self.heads % self.kv_heads:
             raise QuantError(f"kv_heads is {self.kv_heads}, must divide heads, which is {self.heads}")
         if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
@@ -325,6 +330,10 @@ class DecoderConfig:
         """Whether the decoder rotates the input of a weight: layers/3/attn/o, layers/3/mlp/experts/0/down."""
         return path.rsplit("/", 1)[-1] in self.rotated_inputs
 
+    def scales_input_of(self, path: str) -> bool:
+        """Whether the decoder scales the input of a weight."""
+        return path.rsplit("/", 1)[-1] in self.scaled_inputs
+
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their default as a JSON object, for `from_json`."""
         form: dict[str, Any] = {}
@@ -388,7 +397,12 @@ _POSITIVE_OR_NONE = (
     "extra_layers",
 )
 _CHOICES = {"rope": RopeLayout, "activation": Activation, "norms": Norms, "qk_norm": QKNorm}
-_TUPLES: dict[str, Any] = {"nope_layers": list[int], "window_layers": list[int], "rotated_inputs": list[str]}
+_TUPLES: dict[str, Any] = {
+    "nope_layers": list[int],
+    "window_layers": list[int],
+    "rotated_inputs": list[str],
+    "scaled_inputs": list[str],
+}
 _OBJECTS = dict.fromkeys(("rope_scaling", "experts", "latent"), dict[str, Any] | None)
 _CONFIG = form_of(DecoderConfig, **dict.fromkeys(_SIZES, Positive), **_TUPLES, **_OBJECTS)
 _EXPERTS = form_of(Experts, layers=list[int])

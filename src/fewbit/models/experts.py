@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .config import DecoderConfig, Experts
-from .layer import Params, feed_forward, gated, linear, plus_bias, rotated_input
+from .layer import Params, changed_input, feed_forward, gated, linear, plus_bias
 
 _OVER_INPUTS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
 """Rows `[M, in]` in groups, times matrices `[E, out, in]`."""
@@ -79,7 +79,8 @@ def _ragged(
     rows = jnp.take(y.reshape(-1, D), order // k, axis=0)  # [B T k, D]
     sizes = jnp.sum(flat[None, :] == jnp.arange(experts.count, dtype=flat.dtype)[:, None], axis=1, dtype=jnp.int32)
     of_row = flat[order]
-    hidden = rotated_input(gated(*_gate_and_up(rows, sizes, of_row, stacks, experts), config), "down", config)
+    hidden = gated(*_gate_and_up(rows, sizes, of_row, stacks, experts), config)
+    hidden = changed_input(hidden, stacks, "down", config, of_row)
     out = _product(hidden, sizes, of_row, stacks, "down", experts)
     back = jnp.take(out.astype(jnp.float32), jnp.argsort(order), axis=0).reshape(B, T, k, D)
     return jnp.sum(back * weights[..., None], axis=2)

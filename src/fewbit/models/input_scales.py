@@ -8,6 +8,7 @@ divided by it, so that the function does not change. In a decoder these can be d
     q_b; kv_b                        the gain of the latent's norm
     o                                rows of v (of kv_b in latent attention); heads that share a value share its scales
     down                             rows of up, where the activation is linear in them
+    o, down of `config.scaled_inputs`  the vector by which the decoder multiplies it, which is kept in the model
 
 The input of a tied head cannot be scaled, since its rows are embeddings, too; nor that of a block without a norm before it.
 Dimension letters as in `decoder`; K elements of an input come from S channels of what produces it.
@@ -97,7 +98,12 @@ def scalable_inputs(config: DecoderConfig) -> tuple[ScalableInput, ...]:
     ]
     if not config.tied:
         every += found.after_norm("norm", ["head"])
-    return tuple(one for one in every if not any(config.rotates_input_of(part.path) for part in one.readers))
+    return tuple(one for one in every if not any(_is_rotated_only(part.path, config) for part in one.readers))
+
+
+def _is_rotated_only(path: str, config: DecoderConfig) -> bool:
+    """Whether a rotation comes before a weight, through which no scale can be folded, and no scale after it."""
+    return config.rotates_input_of(path) and not config.scales_input_of(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +132,10 @@ class _Inputs:
         if latent is not None:
             yield from self.after_norm(f"{at}/q_a_norm", [f"{at}/q_b"])
             yield from self.after_norm(f"{at}/kv_a_norm", [f"{at}/kv_b"])
+        if config.scales_input_of(f"{at}/o"):
+            yield self.kept(f"{at}/o")
+            return
+        if latent is not None:
             rows, keys = self.shapes[f"{at}/kv_b"][0] // config.heads, config.head_dim - config.rotary_dim
             values = tuple(head * rows + keys + i for head in range(config.heads) for i in range(latent.value_dim))
             yield self.before_product(f"{at}/o", [Channels(f"{at}/kv_b", -2, values)], tuple(range(len(values))))
@@ -145,7 +155,9 @@ class _Inputs:
         blocks = [block for block in (at, f"{at}/shared") if f"{block}/down" in self.shapes]
         inner = [f"{block}/{name}" for block in (f"{at}/shared", *experts) for name in _IN_BLOCK]
         yield from self.after_norm(f"{at}/norm", [*(f"{at}/{name}" for name in _AFTER_NORM["mlp"]), *inner])
-        if self.config.activation != "clamped_swiglu":  # it adds 1 to up, and clips it
+        if self.config.scales_input_of(f"{at}/down"):
+            yield from (self.kept(f"{block}/down") for block in (*blocks, *experts))
+        elif self.config.activation != "clamped_swiglu":  # it adds 1 to up, and clips it
             yield from map(self.hidden, (*blocks, *experts))
 
     def hidden(self, at: str) -> ScalableInput:
@@ -156,14 +168,17 @@ class _Inputs:
         if name == "gate+up":
             places = places[1::2] if axis == -1 else places[len(places) // 2 :]
         sources = [Channels(f"{at}/{name}", axis, places), Channels(f"{at}/{name}_bias", -1, places)]
-        groups = self.shapes[f"{at}/down"][0] if len(self.shapes[f"{at}/down"]) == 3 else 0
-        return self.before_product(f"{at}/down", sources, tuple(range(len(places))), groups)
+        return self.before_product(f"{at}/down", sources, tuple(range(len(places))))
 
-    def before_product(
-        self, reader: str, sources: Iterable[Channels], channels: tuple[int, ...], groups: int = 0
-    ) -> ScalableInput:
-        """The input of one weight, produced by other weights and their biases."""
+    def kept(self, reader: str) -> ScalableInput:
+        """The input of one weight, which the decoder multiplies by a vector."""
+        places = range(self.shapes[f"{reader}_input_scale"][-1])
+        return self.before_product(reader, [Channels(f"{reader}_input_scale", -1, places)], tuple(places))
+
+    def before_product(self, reader: str, sources: Iterable[Channels], channels: tuple[int, ...]) -> ScalableInput:
+        """The input of one weight, or of a stack of experts, produced by other parameters."""
         found = tuple(part for part in sources if part.path in self.shapes)
+        groups = self.shapes[reader][0] if len(self.shapes[reader]) == 3 else 0
         return ScalableInput((self.reader(reader),), found, channels, is_norm=False, groups=groups)
 
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..ops.hadamard import hadamard_transform
-from .config import DecoderConfig, RotatedInput
+from .config import ChangedInput, DecoderConfig
 from .joined import JOINED, products
 from .rope import apply_rotary
 
@@ -48,13 +48,22 @@ def feed_forward(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig) -
     names = JOINED["mlp"]
     gate, up = products(mlp, names, [mlp_width(mlp)] * 2, partial(linear, y))
     gate, up = plus_bias(gate, mlp, "gate"), plus_bias(up, mlp, "up")
-    return plus_bias(linear(rotated_input(gated(gate, up, config), "down", config), mlp["down"]), mlp, "down")
+    return plus_bias(linear(changed_input(gated(gate, up, config), mlp, "down", config), mlp["down"]), mlp, "down")
 
 
-def rotated_input(x: Array, product: RotatedInput, config: DecoderConfig) -> Array:
-    """The input of a product, multiplied by a Hadamard matrix where the configuration says so."""
+def changed_input(
+    x: Float[Array, "*B K"], tree: Params, product: ChangedInput, config: DecoderConfig, row: Array | None = None
+) -> Float[Array, "*B K"]:
+    """The input of a product, rotated by a Hadamard matrix and scaled where the configuration says so.
+
+    Scales are those of the block `tree`, `[K]`, or with `row`, the expert of each row of `x`, `[E, K]`.
+    """
     if product in config.rotated_inputs:
-        return hadamard_transform(x)
+        x = hadamard_transform(x)
+    if product in config.scaled_inputs:
+        scale = tree[f"{product}_input_scale"].astype(jnp.float32)
+        scale = scale.reshape((1,) * (x.ndim - 1) + (-1,)) if row is None else jnp.take(scale, row, axis=0)
+        x = (x.astype(jnp.float32) * scale).astype(x.dtype)
     return x
 
 

@@ -80,7 +80,10 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     result: dict[str, tuple[int, ...]] = {"embed": (config.vocab, D)}
     for i in range(config.layers):
         for part, shape in (*_attention_shapes(config), *_mlp_shapes(config, i)):
-            result[f"layers/{i}/{part}"] = shape
+            path = f"layers/{i}/{part}"
+            result[path] = shape
+            if config.scales_input_of(path):
+                result[f"{path}_input_scale"] = (*shape[:-2], shape[contraction_axis(path, config)])
     result["norm"] = (D,)
     if not config.tied:
         result["head"] = (config.vocab, D)

@@ -25,6 +25,7 @@ from .methods.calibrated import calibrated_weights as calibrated_weights
 from .methods.calibration_data import CalibrationData as CalibrationData
 from .methods.calibration_data import calibration_data as calibration_data
 from .methods.folding import scaled_model as scaled_model
+from .methods.folding import with_scaled_inputs as with_scaled_inputs
 from .methods.folding import with_scaling as with_scaling
 from .methods.importance import importance_matrix as importance_matrix
 from .methods.importance_file import ImportanceFile as ImportanceFile

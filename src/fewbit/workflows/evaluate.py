@@ -460,6 +460,6 @@ def weight_sqnr(model: Model, against: Model) -> tuple[dict[str, float], tuple[s
     if {p: i.shape for p, i in model.info.items()} != {p: i.shape for p, i in against.info.items()}:
         return {}, ("no SQNR of the weights: the models have different parameters",)
     if model.config != against.config:
-        return {}, ("no SQNR of the weights: the models order their rows differently, or rotate other inputs",)
+        return {}, ("no SQNR of the weights: the models order their rows differently, or rotate or scale other inputs",)
     matrices = [path for path, info in model.info.items() if len(info.shape) >= 2]
     return {path: sqnr_db(decoded(against.load(path)), decoded(model.load(path))) for path in matrices}, ()

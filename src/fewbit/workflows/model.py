@@ -126,13 +126,19 @@ def decoded(value: Value) -> np.ndarray | jax.Array:
 _decode = jax.jit(dequantize)
 
 
-def check_no_rotated_inputs(model: Model) -> None:
+def check_no_changed_inputs(model: Model) -> None:
     """Refuses a model that only fewbit's decoder runs, for layouts that others read."""
-    if model.config is not None and model.config.rotated_inputs:
-        raise UnsupportedError(
-            f"{model.name} rotates the inputs of {' and '.join(model.config.rotated_inputs)} when it runs, which only fewbit's decoder "
-            "does; write it --to fewbit or orbax, or quantize its source without --rotate-inputs"
-        )
+    if model.config is None:
+        return
+    for does, products, option in (
+        ("rotates", model.config.rotated_inputs, "--rotate-inputs"),
+        ("scales", model.config.scaled_inputs, "--keep-scales"),
+    ):
+        if products:
+            raise UnsupportedError(
+                f"{model.name} {does} the inputs of {' and '.join(products)} when it runs, which only fewbit's decoder does; "
+                f"write it --to fewbit or orbax, or quantize its source without {option}"
+            )
 
 
 def is_kept(row: PlanRow, info: TensorInfo) -> bool:

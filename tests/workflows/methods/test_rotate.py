@@ -41,7 +41,8 @@ def test_a_directory_runs_as_what_was_written(model, tmp_path):
     quality = workflows.evaluate(stored, against=turned, text=str(text_file(tmp_path)), window=16)
     assert quality.against.kl.mean.value < 1e-3 and quality.sqnr_db
     assert (
-        "rotate other inputs" in workflows.evaluate(stored, against=model, text=str(text_file(tmp_path)), window=16).notes[0]
+        "rotate or scale other inputs"
+        in workflows.evaluate(stored, against=model, text=str(text_file(tmp_path)), window=16).notes[0]
     )
     again = workflows.plan_model(stored, recipe="keep")
     kept = workflows.load(workflows.quantize(stored, again, tmp_path / "orbax", to="orbax").path)

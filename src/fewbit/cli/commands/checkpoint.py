@@ -18,6 +18,7 @@ from ..options import (
     Full,
     ImportancePath,
     Json,
+    KeepScales,
     Method,
     ModelPath,
     Processes,
@@ -123,6 +124,7 @@ def quantize(
     unseen_experts: UnseenExperts = None,
     rotate: Rotate = False,
     rotate_inputs: RotateInputs = None,
+    keep_scales: KeepScales = None,
     seed: Seed = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare with the float model on a short text at the end.")
@@ -196,13 +198,26 @@ def quantize(
     check_path(to, output, opened, overwrite=overwrite)
     if report:
         check_page_path(page_path(output), overwrite=overwrite, sources=[opened.path])
-    source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation, rotate_inputs=rotate_inputs, names=names)
+    source, made = planned(
+        opened,
+        recipe,
+        plan,
+        keep=keep,
+        rotation_seed=rotation,
+        rotate_inputs=rotate_inputs,
+        keep_scales=keep_scales,
+        names=names,
+    )
     source = prepared(to, source)
     made = fitted(to, source, made)
     if not names:
         check_target(to, source, made)
     windows = calibration_windows, calibration_window
     chosen = chosen_method(method, source, calibration_text, *windows, bits=bits, imatrix=imatrix, unseen=unseen_experts)
+    if keep_scales is not None and chosen.scaling is None:
+        raise QuantError(
+            f"--keep-scales {keep_scales} is for --method awq or smoothquant; {method} finds no scales of inputs"
+        )
     if bits is not None:
         made = with_bits(source, made, bits, candidates, chosen, calibration_text, to)
         check_target(to, source, made)

@@ -13,7 +13,7 @@ from ...array.qarray import QArray
 from ...errors import UnsupportedError
 from ...models.config import DecoderConfig
 from ...models.families.family import HUGGING_FACE
-from ..model import Model, Value, check_no_rotated_inputs, decoded
+from ..model import Model, Value, check_no_changed_inputs, decoded
 
 
 def as_hugging_face(model: Model) -> Model:
@@ -28,7 +28,7 @@ def as_hugging_face(model: Model) -> Model:
     Raises:
         UnsupportedError: for a model that is not a Llama, or rotates inputs of its products.
     """
-    check_no_rotated_inputs(model)
+    check_no_changed_inputs(model)
     if "model_type" in model.metadata:
         return model
     if model.config is None:

@@ -1,12 +1,18 @@
-"""Folds scales of products' inputs into a model's parameters."""
+"""Folds scales of products' inputs into a model's parameters, or keeps them."""
 
 import dataclasses
+import math
+import types
 from collections.abc import Container, Mapping
 
 import numpy as np
 
+from ...errors import QuantError
+from ...io.checkpoint import TensorInfo
 from ...methods.scaling import AbstractScaling
+from ...models.config import ChangedInput
 from ...models.input_scales import FoldedScales, ScalableInput, scalable_inputs, why_not_scaled
+from ...models.names import shapes
 from ...recipe.plan import Plan
 from ...recipe.rows import PlanRow
 from ...recipe.rule import PRODUCT_OPS
@@ -41,6 +47,44 @@ def scaled_inputs(model: Model, plan: Plan) -> tuple[ScalableInput, ...]:
     )
 
 
+def with_scaled_inputs(model: Model, products: tuple[ChangedInput, ...]) -> Model:
+    """The model in fewbit's own form, whose decoder multiplies the inputs of some products by vectors.
+
+    AWQ and SmoothQuant keep the scales of these inputs there, one for each channel, in place of folding them into the weights before.
+    So every activation can have them, and grouped heads have scales of their own. The vectors are ones until then. Only fewbit's
+    decoder runs such a model, and only fewbit's own layouts store it.
+
+    Args:
+        model: a model that can be run.
+        products: "o", after attention, and "down", after the activation; of experts, too.
+
+    Returns:
+        A model with the same logits, and the parameters `o_input_scale` and `down_input_scale`, float32.
+
+    Raises:
+        QuantError: for another product, or when inputs are scaled already.
+        UnsupportedError: when the model cannot be run.
+    """
+    config = model.runnable_config()
+    if config.scaled_inputs:
+        raise QuantError(
+            f"{model.name} scales the inputs of {', '.join(config.scaled_inputs)} already; start from its source"
+        )
+    config = dataclasses.replace(config, scaled_inputs=products)
+    info = {
+        path: model.info[path] if path in model.info else TensorInfo(shape, "float32", "F32", math.prod(shape) * 4)
+        for path, shape in shapes(config).items()
+    }
+
+    def load(path: str) -> Value:
+        return model.load(path) if path in model.info else np.ones(info[path].shape, np.float32)
+
+    note = f"scales of the inputs of {' and '.join(products)} are kept, and multiplied when the model runs"
+    return dataclasses.replace(
+        model, config=config, info=types.MappingProxyType(info), load=load, notes=(*model.notes, note), metadata={}, names={}
+    )
+
+
 def scaled_paths(model: Model, plan: Plan, scaling: AbstractScaling, scales: Container[str] | None = None) -> dict[str, str]:
     """What scales do to each parameter that they change, by path.
 
@@ -57,10 +101,11 @@ def scaled_paths(model: Model, plan: Plan, scaling: AbstractScaling, scales: Con
     for one in scaled_inputs(model, plan):
         if scales is None or one.name in scales:
             readers = ", ".join(dict.fromkeys(_last(part.path) for part in one.readers))
+            place = f"folded into {_last(one.name)}"
+            if one.name.endswith("_input_scale"):
+                place = f"kept in {_last(one.name)}"
             for part in one.readers:
-                changes.setdefault(part.path, []).append(
-                    f"{scaling.name} scales of its input, folded into {_last(one.name)}"
-                )
+                changes.setdefault(part.path, []).append(f"{scaling.name} scales of its input, {place}")
             for part in one.sources:
                 changes.setdefault(part.path, []).append(f"divided by the {scaling.name} scales of {readers}")
     return {path: "; ".join(said) for path, said in changes.items()}

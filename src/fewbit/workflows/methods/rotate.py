@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ...errors import QuantError
 from ...io.checkpoint import TensorInfo
-from ...models.config import RotatedInput
+from ...models.config import ChangedInput
 from ...models.families.table import family_of
 from ...models.names import paths_of_params
 from ...models.rotate import rotate_residual, rotated_weight
@@ -53,7 +53,7 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
     )
 
 
-def with_rotated_inputs(model: Model, products: tuple[RotatedInput, ...]) -> Model:
+def with_rotated_inputs(model: Model, products: tuple[ChangedInput, ...]) -> Model:
     """The model in fewbit's own form, whose decoder rotates the inputs of some products.
 
     Their weights are dequantized and rotated one at a time, when they are loaded. Only fewbit's decoder runs such a model, and only
