@@ -111,3 +111,8 @@ def test_what_is_written_runs(tmp_path):
 def test_another_product(unchecked, tmp_path):
     with pytest.raises(QuantError, match="scaled_inputs has 'q', must be some of o, down"):
         with_scaled_inputs(model_of(ONE, tmp_path), ("q",))
+
+
+def test_a_rotation_comes_first(tmp_path):
+    with pytest.raises(QuantError, match="scales the inputs of down, and a rotation comes before scales"):
+        workflows.with_rotated_inputs(with_scaled_inputs(model_of(ONE, tmp_path), ("down",)), ("down",))

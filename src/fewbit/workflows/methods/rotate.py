@@ -67,13 +67,17 @@ def with_rotated_inputs(model: Model, products: tuple[ChangedInput, ...]) -> Mod
         A model with the same logits, to float32 rounding.
 
     Raises:
-        QuantError: for another product, or when inputs are rotated already.
+        QuantError: for another product, or when inputs are rotated or scaled already.
         UnsupportedError: when the model cannot be run.
     """
     config = model.runnable_config()
     if config.rotated_inputs:
         raise QuantError(
             f"{model.name} rotates the inputs of {', '.join(config.rotated_inputs)} already; start from its source"
+        )
+    if config.scaled_inputs:
+        raise QuantError(
+            f"{model.name} scales the inputs of {', '.join(config.scaled_inputs)}, and a rotation comes before scales; start from its source"
         )
     config = dataclasses.replace(config, rotated_inputs=products)
 
