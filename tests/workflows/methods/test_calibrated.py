@@ -3,10 +3,14 @@
 import dataclasses
 import functools
 import json
+import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -201,20 +205,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(method, tmp_path, m
 @needs_tokenizers
 def test_a_killed_process_loses_one_layer_at_most(tmp_path):
     """SIGKILL as soon as a layer is finished, twice; then a run to the end."""
-    source, text = llama_directory(tmp_path / "hf"), text_file(tmp_path)
-    command = [
-        sys.executable,
-        "-c",
-        "from fewbit.cli import main; main()",
-        "quantize",
-        source,
-        "--recipe",
-        "int4",
-        "--method",
-        "gptq",
-        "--no-check",
-    ]
-    command += ["--calibration-text", text, "--calibration-windows", "4", "-o"]
+    command = command_by("gptq", tmp_path)
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
     work = tmp_path / ".killed.fewbit-work"
     for layer in range(2):
@@ -229,3 +220,47 @@ def test_a_killed_process_loses_one_layer_at_most(tmp_path):
     assert _files(tmp_path / "killed") == _files(tmp_path / "whole")
     records = {".whole.fewbit-source", ".killed.fewbit-source"}
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "text.txt", "whole", "killed"} | records
+
+
+def command_by(method: str, directory: Path) -> list[str | Path]:
+    """The command that quantizes a small model by a method, but for its output."""
+    source, text = llama_directory(directory / "hf"), text_file(directory)
+    command = [
+        sys.executable,
+        "-c",
+        "from fewbit.cli import main; main()",
+        "quantize",
+        source,
+        "--recipe",
+        "int4",
+        "--no-check",
+    ]
+    return [*command, "--method", method, "--calibration-text", text, "--calibration-windows", "4", "-o"]
+
+
+@pytest.mark.long
+@needs_tokenizers
+def test_random_kills_of_a_search_of_scales_and_gptq(tmp_path):
+    """SIGKILL at 50 random moments of runs that resume one another; whenever one comes to its end, it has the same bytes."""
+    command, draw = command_by("awq+gptq", tmp_path), random.Random(0)
+    for name in ("first", "whole"):  # the first fills the caches
+        start = time.perf_counter()
+        subprocess.run([*command, tmp_path / name], check=True, capture_output=True)
+    seconds = time.perf_counter() - start
+    out, whole, kills, resumed = tmp_path / "killed", _files(tmp_path / "whole"), 0, 0
+    while kills < 50 or not resumed:
+        is_kept = (tmp_path / ".killed.fewbit-work").exists()
+        process = subprocess.Popen([*command, out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            process.wait(draw.uniform(0.3, 1.2) * seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        kills += process.wait() == -signal.SIGKILL
+        assert process.returncode in (0, -signal.SIGKILL)
+        if out.exists():
+            resumed += is_kept
+            assert _files(out) == whole
+            shutil.rmtree(out)
+            shutil.rmtree(tmp_path / ".killed.fewbit-work", ignore_errors=True)
+    subprocess.run([*command, out], check=True, capture_output=True)
+    assert _files(out) == whole
