@@ -41,6 +41,7 @@ def params(monkeypatch) -> whisper.Weights:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_has_no_distance_from_itself(params, monkeypatch):
     monkeypatch.setattr("bench.whisper_methods.MOST_TOKENS", 8)
     mel = jnp.asarray(np.random.default_rng(1).standard_normal((whisper.MELS, 3000)), jnp.float32)

@@ -122,10 +122,10 @@ def test_products_of_integers(monkeypatch, tmp_path):
         for x, w, contracts_cols in pairs:
             stacks = (jax.tree.map(lambda leaf: leaf[None], q) for q in (x, w))
             native_integers(*stacks, contracts_cols=contracts_cols, dtype=jnp.float32)
-        for case in ("int4_g64", "q4_1", "q8_0", "int3_g64"):
+        for case, tile in (("int4_g64", 64), ("int4_g64", 32), ("q4_1", 32), ("q4_1", 64), ("q8_0", 32), ("int3_g64", 64)):
             for axis in (-1, -2):
                 q = blocks.weight(*blocks.CASES[case], axis)
-                x = blocks.activation(15, q.shape[axis], q.tiles[axis])  # so many rows take panels
+                x = blocks.activation(15, q.shape[axis], tile)  # so many rows take panels
                 native_blocks(x, q, contracts_cols=axis == -1, dtype=jnp.float32)
     for cpu in PROCESSORS:
         for got, expected in zip(replay(calls, "qmatmul/cpu/int8_gemm.cc", tmp_path, cpu), calls.results, strict=True):

@@ -80,6 +80,7 @@ def content(directory):
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_source_is_the_one_that_quantize_read(models, tmp_path):
     _, source = models
     work, page = tmp_path / "work", tmp_path / "r.html"

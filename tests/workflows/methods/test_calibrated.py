@@ -56,8 +56,7 @@ def errors(model, plan, values, tokens) -> float:
     "name",
     [
         "small",
-        "features",
-        pytest.param("latent", marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("features", "latent")),
         *(pytest.param(n, marks=pytest.mark.long) for n in ("untied", "others")),
     ],
 )

@@ -80,6 +80,7 @@ def test_policies_on_a_decoder(config, tmp_path):
         calibrated_weights(model, plan, GPTQ(), CalibrationData("one", ONE_TOKEN, "error"))
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_the_log_the_manifest_and_a_resumed_run_have_the_tokens(tmp_path):
     settings = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -172,6 +172,7 @@ def test_statistics_that_are_not_finite_are_refused(tmp_path):
         calibrated_scales(broken, plan, SmoothQuant(), data_of(CONFIGS["small"], 2))
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_a_directory_is_an_ordinary_model_and_says_how_it_was_made(tmp_path):
     model = workflows.load(llama_directory(tmp_path / "hf"))

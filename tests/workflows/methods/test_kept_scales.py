@@ -37,7 +37,10 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+FAST = ("small", "interleaved", "rotated")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in CONFIGS])
 def test_the_function_stays(name: str, tmp_path):
     model = model_of(CONFIGS[name], tmp_path)
     kept = with_scaled_inputs(model, ("o", "down"))
