@@ -48,10 +48,11 @@ static int Failures(int number) {
     const Isa isa = ByteDotIsaOf(level);
     const Kernels kernels = KernelsFor(isa);
     std::vector<int8_t> laid(job.M * kernels.row_bytes(job, segments));
-    std::vector<int32_t> sums(job.M * tiles);
+    std::vector<int32_t> of_x(job.M * tiles * TilesOfX::kBytes / 4);
+    const TilesOfX tiles_of_x(job, of_x.data());
     std::vector<float> y(job.M * job.N, -1.0f);
-    for (int64_t m = 0; m < job.M; m += kernels.rows) kernels.prepare(job, segments, x.data(), m, laid.data(), sums.data());
-    job.x = laid.data(), job.x_sums = sums.data(), job.y = y.data();
+    for (int64_t m = 0; m < job.M; m += kernels.rows) kernels.prepare(job, segments, x.data(), m, laid.data(), tiles_of_x);
+    job.x = laid.data(), tiles_of_x.SetIn(&job), job.y = y.data();
     for (int64_t chunk = 0; chunk < kernels.chunks(job); ++chunk) kernels.run(job, segments, chunk);
     const bool scales_last = tiles > 1 && !is_tiled, fuses = !FEWBIT_X86 || level > 0;
     for (int64_t m = 0; m < job.M; ++m) {
@@ -142,8 +143,10 @@ static int BlockFailures(int number) {
       const std::vector<Segment> segments = SegmentsOf(panels);
       std::vector<int8_t> laid(job.M * kernels.row_bytes(panels, segments)), rows(job.M * depth);
       for (int64_t m = 0; m < job.M; ++m) OrderRow(job, x.data() + m * job.K, rows.data() + m * depth);
-      for (int64_t m = 0; m < job.M; m += kernels.rows) kernels.prepare(panels, segments, rows.data(), m, laid.data(), sums.data());
-      panels.x = laid.data(), panels.x_sums = sums.data();
+      std::vector<int32_t> of_x(job.M * blocks * TilesOfX::kBytes / 4);
+      const TilesOfX tiles_of_x(panels, of_x.data());
+      for (int64_t m = 0; m < job.M; m += kernels.rows) kernels.prepare(panels, segments, rows.data(), m, laid.data(), tiles_of_x);
+      panels.x = laid.data(), tiles_of_x.SetIn(&panels);
       if (job.M > 4 || !contracts_cols) for (int64_t chunk = 0; chunk < kernels.chunks(panels); ++chunk) kernels.run(panels, segments, chunk);
       else continue;  // whole rows, which the handler never asks for
     } else if (!contracts_cols) {

@@ -28,9 +28,6 @@ inline bool StoredScalesOf(const xla::ffi::AnyBuffer& data, const xla::ffi::Buff
   return true;
 }
 
-inline int64_t SizeOf(Float kind) { return kind == Float::kF32 ? 4 : 2; }
-inline int64_t SizeOf(ScaleType type) { return type == ScaleType::kF32 ? 4 : type == ScaleType::kTable ? 1 : 2; }
-
 // Contiguous rows of x and y that are multiplied by one matrix of the weight.
 struct Group {
   int64_t m0, rows, matrix;

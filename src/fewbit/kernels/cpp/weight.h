@@ -13,6 +13,8 @@ namespace fewbit {
 
 enum class Float { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
+inline int64_t SizeOf(Float kind) { return kind == Float::kF32 ? 4 : 2; }
+
 inline void StoreFloat(void* y, Float kind, int64_t at, float x) {
   if (kind == Float::kF32) {
     static_cast<float*>(y)[at] = x;
@@ -23,6 +25,8 @@ inline void StoreFloat(void* y, Float kind, int64_t at, float x) {
 
 // How scales and zero points are stored: as a float dtype, or as bytes that a table of 256 numbers explains.
 enum class ScaleType { kF32 = 0, kBF16 = 1, kF16 = 2, kTable = 3 };
+
+inline int64_t SizeOf(ScaleType type) { return type == ScaleType::kF32 ? 4 : type == ScaleType::kTable ? 1 : 2; }
 
 // What a zero point is: nothing, a number in units of codes that is subtracted, or a float that is added.
 enum class Zero { kNone = 0, kWhole = 1, kOffset = 2 };

@@ -121,16 +121,16 @@ static void Multiply(ffi::ThreadPool pool, const Kernels& kernels, IntegerJob& j
   const BlockJob* blocks = job.blocks;
   const bool is_in_order = blocks == nullptr || (blocks->order == nullptr && blocks->K == job.K);
   const int64_t row = kernels.row_bytes(job, segments), ordered = is_in_order ? 0 : (job.K + 3) / 4 * 4, block = kernels.rows;
-  const CallMemory memory(job.M * (row + ordered + job.tiles() * 4));  // rows are whole groups of four bytes: the sums are aligned
+  const CallMemory memory(job.M * (row + ordered + job.tiles() * TilesOfX::kBytes));  // rows are whole groups of four bytes: the sums are aligned
   int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
-  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
-  job.x = laid, job.x_sums = sums;
+  const TilesOfX tiles(job, memory.data() + job.M * row);
+  job.x = laid, tiles.SetIn(&job);
   if (!is_in_order) {
-    int8_t* copied = reinterpret_cast<int8_t*>(sums + job.M * job.tiles());
+    int8_t* copied = laid + job.M * (row + job.tiles() * TilesOfX::kBytes);
     ParallelFor(pool, job.M, [&](int64_t m) { OrderRow(*blocks, rows + m * blocks->K, copied + m * job.K); });
     rows = copied;
   }
-  const auto prepare = [&](int64_t i) { kernels.prepare(job, segments, rows, i * block, laid, sums); };
+  const auto prepare = [&](int64_t i) { kernels.prepare(job, segments, rows, i * block, laid, tiles); };
   ParallelFor(pool, (job.M + block - 1) / block, prepare);
   const auto run = [&](int64_t chunk) { kernels.run(job, segments, chunk); };
   RunChunks(pool, kernels.chunks(job), job.M * job.N * job.K, 1 << 19, run);

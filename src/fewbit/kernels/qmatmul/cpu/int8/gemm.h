@@ -21,20 +21,31 @@ static inline void LessProducts(const int32_t* x, const int32_t* w, U (&sum)[kRo
   }
 }
 
-template <int kRowsHere, bool kScalesRows>
+// The branches are outside the loops over rows, and the pointers are copied: c could hold them, as far as the compiler can tell.
+template <int kRowsHere>
 static inline void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross]) {
-#pragma GCC unroll 8
-  for (int m = 0; m < kRowsHere; ++m) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kIntAcross; ++n) {
-      const int at = n * kLanes;
-      V v = FloatI(sum[m][n]);
-      if (kScalesRows) v = Mul(v, Same(tile.x_scale[m]));
-      const V scale = Load(tile.w_scale + at);
-      float* c = tile.c + m * tile.ldc + at;
-      v = tile.adds ? MulAdd(v, scale, Load(c)) : Mul(v, scale);
-      Store(c, tile.w_offset == nullptr ? v : MulAdd(Load(tile.w_offset + at), Same(tile.x_offset[m]), v));
+  const float *x_scale = tile.x_scale, *w_scale = tile.w_scale, *x_offset = tile.x_offset, *w_offset = tile.w_offset;
+  float* c = tile.c;
+  const int64_t ldc = tile.ldc;
+  const bool adds = tile.adds;
+  UNROLL for (int n = 0; n < kIntAcross; ++n) {
+    const int at = n * kLanes;
+    const V scale = Load(w_scale + at);
+    V v[kRowsHere];
+    UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = FloatI(sum[m][n]);
+    if (x_scale != nullptr) {
+      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = Mul(v[m], Same(x_scale[m]));
     }
+    if (adds) {
+      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = MulAdd(v[m], scale, Load(c + m * ldc + at));
+    } else {
+      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = Mul(v[m], scale);
+    }
+    if (w_offset != nullptr) {
+      const V offset = Load(w_offset + at);
+      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = MulAdd(offset, Same(x_offset[m]), v[m]);
+    }
+    UNROLL for (int m = 0; m < kRowsHere; ++m) Store(c + m * ldc + at, v[m]);
   }
 }
 
@@ -114,8 +125,7 @@ static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, cons
   }
   if (tile->w_zero != nullptr) LessProducts<kRowsHere>(tile->x_sum, tile->w_zero, sum);
   if (tile->ones != nullptr) LessProducts<kRowsHere>(tile->x_zero, tile->ones, sum);
-  if (tile->x_scale == nullptr) EndTile<kRowsHere, false>(*tile, sum);
-  else EndTile<kRowsHere, true>(*tile, sum);
+  EndTile<kRowsHere>(*tile, sum);
 }
 
 typedef void (*IntegerStep)(const int8_t*, const uint8_t*, int64_t, const int32_t*, int32_t, int32_t*, int64_t, const Tile*);
@@ -145,9 +155,6 @@ static int64_t IntegerChunks(const IntegerJob& job) {
   const int64_t width = IntegerWidth(job);
   return (job.N + width - 1) / width * ((job.M + kIntTall - 1) / kIntTall);
 }
-
-// Whether rows of x are scaled only after all tiles are added.
-static bool ScalesLast(const IntegerJob& job) { return job.tiles() > 1 && job.x_scale.by_tile == 0; }
 
 // The memory of one chunk.
 struct IntegerScratch {
@@ -217,22 +224,21 @@ static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64
   }
 }
 
-// What tile t of a segment makes of the sums of a block of rows of x, from row m of x and of the chunk's `row` on: what all strips
-// share, and then one strip.
+// What tile t of a segment makes of the sums of a block of rows of x, from row m of x and of the chunk's `row` on.
 struct BlockTile : Tile {
-  float scales[kIntRows], offsets[kIntRows];
   int32_t zeros[kIntRows];
   BlockTile(const IntegerJob& job, const Segment& segment, int64_t t, int64_t m, int64_t block) {
-    const int64_t at = segment.tile + t;
-    x_scale = ScalesLast(job) ? nullptr : scales, x_zero = zeros, x_sum = job.x_sums + at * job.M + m, x_offset = offsets;
-    for (int64_t i = 0; x_scale != nullptr && i < block; ++i) scales[i] = job.x_scale.At(m + i, at);
-    for (int64_t i = 0; job.x_zero.data != nullptr && i < block; ++i) zeros[i] = job.x_zero.At(m + i, at);
-    for (int64_t i = 0; HasOffset(job) && i < block; ++i) {
-      offsets[i] = (x_scale == nullptr ? 1.0f : scales[i]) * static_cast<float>(x_sum[i]);
-    }
+    const int64_t at = segment.tile + t, from = at * job.M + m;
+    x_scale = ScalesLast(job) ? nullptr : job.x_scales + from, x_offset = job.x_offsets + from;
+    x_zero = zeros, x_sum = job.x_sums + from;
     adds = at > 0;
+    SetZeros(job, at, m, block);
   }
   static bool HasOffset(const IntegerJob& job) { return job.blocks != nullptr && job.blocks->w.role == Zero::kOffset; }
+
+  void SetZeros(const IntegerJob& job, int64_t at, int64_t m, int64_t block) {
+    for (int64_t i = 0; job.x_zero.data != nullptr && i < block; ++i) zeros[i] = job.x_zero.At(m + i, at);
+  }
 
   void SetStrip(const IntegerJob& job, const IntegerScratch& s, int64_t t, int64_t strip, int64_t row, int64_t width) {
     const int64_t n = strip * kIntWide, at = t * width + n;
@@ -241,6 +247,15 @@ struct BlockTile : Tile {
     ones = job.x_zero.data == nullptr ? nullptr : s.ones + at;
     c = s.c + row * width + n, ldc = width;
   }
+
+  // Goes on to the next tile of the same rows and strip, but for the zero points of x.
+  void Next(int64_t rows_of_x, int64_t width) {
+    if (x_scale != nullptr) x_scale += rows_of_x;
+    if (w_offset != nullptr) w_offset += width;
+    if (w_zero != nullptr) w_zero += width;
+    if (ones != nullptr) ones += width;
+    x_offset += rows_of_x, x_sum += rows_of_x, w_scale += width, adds = true;
+  }
 };
 
 // A block of rows of x from m on, of a segment, times strips [from, end): tile by tile.
@@ -248,13 +263,19 @@ static void RunBlock(const IntegerJob& job, const Segment& segment, const Intege
                      int64_t block, int64_t row, int64_t width) {
   const int8_t* x = job.x + 4 * (segment.at * job.M + m * segment.groups);
   const IntegerStep step = IntegerBlockOf(block);
-  for (int64_t t = 0; t < segment.tiles; ++t) {
-    BlockTile tile(job, segment, t, m, block);
-    const int64_t g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
-    for (int64_t strip = from; strip < end; ++strip) {
-      tile.SetStrip(job, s, t, strip, row, width);
-      step(x + 4 * g * block, s.panel + (strip * kSegment + 4 * g) * kIntWide, groups, segment.first ? tile.x_sum : nullptr,
-           static_cast<int32_t>(AddedTo(job)), s.sums + row * width + strip * kIntWide, width, segment.last ? &tile : nullptr);
+  const int32_t added = static_cast<int32_t>(AddedTo(job));
+  for (int64_t strip = from; strip < end; ++strip) {
+    BlockTile tile(job, segment, 0, m, block);
+    tile.SetStrip(job, s, 0, strip, row, width);
+    const uint8_t* w = s.panel + strip * kSegment * kIntWide;
+    int32_t* sums = s.sums + row * width + strip * kIntWide;
+    for (int64_t t = 0, g = 0; t < segment.tiles; ++t) {
+      const int64_t end_of_tile = GroupsBefore(job, segment, t + 1);
+      step(x + 4 * g * block, w + 4 * g * kIntWide, end_of_tile - g, segment.first ? tile.x_sum : nullptr, added, sums, width,
+           segment.last ? &tile : nullptr);
+      g = end_of_tile;
+      tile.Next(job.M, width);
+      if (t + 1 < segment.tiles) tile.SetZeros(job, segment.tile + t + 1, m, block);
     }
   }
 }

@@ -79,8 +79,7 @@ static void EndAcross(const IntegerJob& job, const IntegerScratch& s, BlockTile&
     }
     tile.SetStrip(job, s, t, n / kIntWide + part, row, width);
     if (tile.w_zero != nullptr) LessProducts<kM>(tile.x_sum, tile.w_zero, sum);
-    if (tile.x_scale == nullptr) EndTile<kM, false>(tile, sum);
-    else EndTile<kM, true>(tile, sum);
+    EndTile<kM>(tile, sum);
   }
 }
 

@@ -23,7 +23,7 @@ struct Kernels {
   int64_t (*chunks)(const IntegerJob& job);         // how many chunks a job has; any thread may run any of them
   int64_t (*row_bytes)(const IntegerJob& job, const std::vector<Segment>& segments);  // of x as `prepare` lays it out: a multiple of 4
   void (*prepare)(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
-                  int32_t* sums);
+                  const TilesOfX& tiles);
   void (*run)(const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk);
   // The same of a BlockJob; rows of x are laid out one by one.
   int64_t (*block_row_bytes)(const BlockJob& job);

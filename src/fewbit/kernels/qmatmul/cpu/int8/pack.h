@@ -30,13 +30,16 @@ static int64_t IntegerRowBytes(const IntegerJob& job, const std::vector<Segment>
 constexpr int64_t kAcrossRows = 4;
 static bool IsAcross(const IntegerJob& job) { return !job.contracts_cols && job.M <= kAcrossRows && job.x_zero.data == nullptr; }
 
+// Whether rows of x are scaled only after all tiles are added.
+static bool ScalesLast(const IntegerJob& job) { return job.tiles() > 1 && job.x_scale.by_tile == 0; }
+
 // A block of rows of x from row m on, the first kIntDeep bytes of each row, then the second ones; zeros where a segment fills no group.
-// And the sums of each row by tiles. `rows` are all rows of x, `out` its place for all of them.
+// And the sums of each row by tiles, with their scales. `rows` are all rows of x, `out` and `tiles` the places for all of them.
 static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
-                    int32_t* sums) {
+                    const TilesOfX& tiles) {
   const int64_t block = job.M - m < kIntRows ? job.M - m : kIntRows;
   if (IsFew(job)) {
-    for (int64_t i = 0; i < block; ++i) PrepareFew(job, rows, m + i, out, sums);
+    for (int64_t i = 0; i < block; ++i) PrepareFew(job, rows, m + i, out, tiles.sums);
     return;
   }
   const int64_t row = IntegerRowBytes(job, segments);
@@ -49,8 +52,10 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
         const int64_t end = t + 1 == segment.tiles ? segment.count : k + job.tile;
         int32_t sum = 0;
         for (; k < end; ++k) sum += from[k];
-        int32_t* of_tile = sums + (segment.tile + t) * job.M + m + i;
-        *of_tile = segment.first ? sum : *of_tile + sum;
+        const int64_t at = (segment.tile + t) * job.M + m + i;
+        tiles.sums[at] = segment.first ? sum : tiles.sums[at] + sum;
+        tiles.scales[at] = job.x_scale.At(m + i, segment.tile + t);
+        tiles.offsets[at] = (ScalesLast(job) ? 1.0f : tiles.scales[at]) * static_cast<float>(tiles.sums[at]);
       }
       if (IsAcross(job)) {
         Lay(job.bits, segment, from, out + (m + i) * row + 4 * segment.at);

@@ -38,10 +38,24 @@ struct IntegerJob {
   const BlockJob* blocks;   // whose weight it is, with the scales and zero points as they are stored; null: none
   const int8_t* x;          // as `Prepare` lays it out: for each segment, block after block of kIntRows rows
   const int32_t* x_sums;    // [tiles, M]
+  const float *x_scales, *x_offsets;  // likewise, of products by panels: x_scale in this order, and x_sums times it
   void* y;                  // [M, N]
   Float y_kind;
 
   int64_t tiles() const { return (K + tile - 1) / tile; }
+};
+
+// The sums of the rows of x by tiles, their scales, and the sums times the scales, each [tiles, M].
+struct TilesOfX {
+  int32_t* sums;
+  float *scales, *offsets;
+
+  static constexpr int64_t kBytes = 12;  // of one tile of one row
+  TilesOfX(const IntegerJob& job, void* memory) {
+    const int64_t count = job.tiles() * job.M;
+    sums = static_cast<int32_t*>(memory), scales = reinterpret_cast<float*>(sums + count), offsets = scales + count;
+  }
+  void SetIn(IntegerJob* job) const { job->x_sums = sums, job->x_scales = scales, job->x_offsets = offsets; }
 };
 
 // Contracted places whose codes are laid out at once, few enough that the panel of w stays in the first cache: a part of one tile,
