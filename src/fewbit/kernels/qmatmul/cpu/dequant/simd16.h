@@ -79,9 +79,10 @@ static inline float SumOfLanes(const V16& v) {
   for (int i = 1; i < kPieces; ++i) sum = Add(sum, v.v[i]);
   return SumOfLanes(sum);
 }
+// A register at a time: GCC copies the struct by halves of a register, and a load of both halves waits until they are stored.
 static inline W16 Words16(const void* p) {
   W16 r;
-  __builtin_memcpy(&r, p, 64);
+  FEWBIT_EACH r.u[i] = (U)Load(static_cast<const float*>(p) + i * kLanes);
   return r;
 }
 static inline W16 SameWord(uint32_t x) {
@@ -152,16 +153,28 @@ static inline V16 Permuted(const W16& index, const V16& of) {
 #undef FEWBIT_EACH
 
 static inline V16 FirstOf(const float* p, int64_t n) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+  static const int32_t is_there[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+  V16 r;
+  UNROLL for (int i = 0; i < kPieces; ++i) {
+    r.v[i] = _mm256_maskload_ps(p + i * kLanes, (__m256i)Load(reinterpret_cast<const float*>(is_there + 16 - n + i * kLanes)));
+  }
+  return r;
+#else
   float there[16] = {};
   for (int64_t i = 0; i < n; ++i) there[i] = p[i];
   return Load16(there);
+#endif
 }
 
 static inline W16 BytesAt(const uint8_t* p, int64_t left) {
-  if (left >= 64) return Words16(p);
-  uint8_t there[64] = {};
-  if (left > 0) std::memcpy(there, p, left);
-  return Words16(there);
+  uint8_t there[64];
+  if (left < 64) {
+    std::memset(there, 0, sizeof(there));
+    if (left > 0) std::memcpy(there, p, left);
+    p = there;
+  }
+  return Words16(p);
 }
 
 static inline void TransposeWords(W16* a) {
