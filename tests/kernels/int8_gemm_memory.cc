@@ -24,7 +24,7 @@ static int Failures(int number) {
   job.M = Any(0, 1) ? Any(1, 7) : Any(1, 20), job.N = number % 20 == 0 ? Any(2040, 2060) : Any(1, 90), job.K = Any(1, 1400);
   job.tile = Any(0, 1) ? job.K : Any(0, 1) ? 2 * Any(4, 350) : 8 * Any(1, 20);
   const bool is_signed = Any(0, 1), has_w_zero = Any(0, 1), has_x_zero = Any(0, 1), is_tiled = Any(0, 1);  // x
-  job.offset = is_signed ? 1 << (job.bits - 1) : 0;
+  job.offset = is_signed ? 1 << (job.bits - 1) : 0, job.largest = (1 << job.bits) - 1;
   const int64_t bytes = (job.K * job.bits + 7) / 8, tiles = job.tiles(), n_tile = Any(1, 3), m_tile = Any(1, 3);
   job.row_stride = job.contracts_cols ? bytes : job.N;
   std::vector<uint8_t> w(bytes * job.N);

@@ -4,7 +4,8 @@
 // unsigned side: 8 or 128 is added by an exclusive or when it is packed. x is the signed side, because that operand can be a
 // broadcast from memory. The added 128 times the row sum of x does not depend on w: sums start at its negative. The zero points
 // of w join it; those of x need the sums of w, which are the product with one more row of ones. A step may wrap around,
-// the result does not. Without VNNI (AVX2, plain C++) a step is products of 16 bits, since the older byte instruction saturates.
+// the result does not. Without VNNI a step is products of 16 bits, since AVX2's byte instruction saturates; numbers of w up to 63
+// are small enough for it, and panels add up to 8 groups of four of them in 16 bits.
 // On arm64 sdot takes signed bytes on both sides, and so does smmla, which panels take where the processor has it (i8mm): two rows
 // of x by two outputs, eight bytes of each. Processors without either widen products to 16 bits.
 //
@@ -179,6 +180,7 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
   job.y_kind = kind == ffi::F32 ? Float::kF32 : kind == ffi::BF16 ? Float::kBF16 : Float::kF16;
   job.K = x_shape[2], job.N = y_shape[2], job.tile = tile;
   job.contracts_cols = contracts_cols, job.bits = static_cast<int>(bits), job.offset = offset, job.row_stride = w_shape[2];
+  job.largest = (1 << bits) - 1;
   const auto x_scales = StackedOf<float>(x_scale, true, 1);
   const auto x_zeros = StackedOf<int32_t>(x_zero, true, 1);
   const auto w_scales = StackedOf<float>(w_scale, contracts_cols, output_tile);

@@ -45,9 +45,12 @@ static inline U PairsI(U a, U b) { return EvenI(a, b) + OddI(a, b); }
 static inline void TransposeQuarters(U (&)[1]) {}
 #endif
 
-// Whether a block job is multiplied as an IntegerJob (gemm.h): [K, N]; and of many rows of x, where one instruction multiplies bytes.
+// Whether a block job is multiplied as an IntegerJob (gemm.h): [K, N]; and of many rows of x, where one instruction multiplies bytes,
+// or numbers are so small that AVX2 adds their products in 16 bits.
 static bool TakesPanels(const BlockJob& job) {
-  return !job.contracts_cols || ((FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI) && job.M > kFewBlockRows);
+  constexpr bool kHasByteDot = FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI;
+  if (!job.contracts_cols) return true;
+  return job.M > kFewBlockRows && (kHasByteDot || (FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && GroupsOfPairs(job.largest) > 1));
 }
 
 // The IntegerJob whose weight are the numbers of a block job. They have 8 bits, but for a few rows of x, which read codes of 4 in place.
@@ -55,7 +58,7 @@ static IntegerJob PanelsOf(const BlockJob& job) {
   IntegerJob panels{};
   panels.M = job.M, panels.N = job.N, panels.K = job.depth(), panels.tile = job.block, panels.contracts_cols = job.contracts_cols;
   panels.x_scale = job.x_scale, panels.blocks = &job, panels.y = job.y, panels.y_kind = job.y_kind;
-  panels.bits = 8, panels.offset = job.offset;
+  panels.bits = 8, panels.offset = job.offset, panels.largest = job.largest;
   const bool is_across = IsAcross(panels), is_byte = job.w.bits == 8;
   if (is_across && job.w.bits == 4 && !IsDecoded(job)) panels.bits = 4;
   else if (FEWBIT_ARM64) panels.offset = 128 + (is_byte ? job.offset : 0);  // its bytes are signed

@@ -11,7 +11,7 @@ constexpr bool kSignedBytes = false;
 
 // Codes of 8 bits, and those of 4 whose unsigned numbers fit the instruction, are multiplied without this.
 static inline bool IsDecoded(const BlockJob& job) {
-  return job.w.bits != 8 && (job.w.bits != 4 || (job.is_wide && kSignedBytes));
+  return job.w.bits != 8 && (job.w.bits != 4 || (job.largest > 63 && kSignedBytes));
 }
 
 // Bytes of a decoded row that are multiplied, and to the next row: decoding takes room for 64 more.

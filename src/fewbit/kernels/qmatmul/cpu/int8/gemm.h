@@ -49,12 +49,40 @@ static inline void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross]) {
   }
 }
 
-// sum[m][n] += the products of groups of x[m] and w[n].
+// How many groups of four products with unsigned numbers up to `largest` AVX2's instruction for bytes adds as pairs of 16 bits. 0: none.
+static inline int64_t GroupsOfPairs(int largest) { return 32767 / (2 * 128 * (largest | 1)); }  // without dividing by 0
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
+template <int kRowsHere>
+INLINE void AddPairs(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int64_t g = 0; g < groups;) {
+    __m256i pairs[kRowsHere][kIntAcross] = {};
+    for (const int64_t end = g + of_pairs < groups ? g + of_pairs : groups; g < end; ++g) {
+      U b[kIntAcross];
+      UNROLL for (int n = 0; n < kIntAcross; ++n) b[n] = LoadI(w + 4 * (g * kIntWide + n * kLanes));
+      UNROLL for (int m = 0; m < kRowsHere; ++m) {
+        int32_t four;
+        __builtin_memcpy(&four, x + 4 * (g * kRowsHere + m), 4);
+        const __m256i a = (__m256i)SameI(four);
+        UNROLL for (int n = 0; n < kIntAcross; ++n) {
+          pairs[m][n] = _mm256_add_epi16(pairs[m][n], _mm256_maddubs_epi16((__m256i)b[n], a));
+        }
+      }
+    }
+    UNROLL for (int m = 0; m < kRowsHere; ++m) {
+      UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] += (U)_mm256_madd_epi16(pairs[m][n], ones);
+    }
+  }
+}
+#endif
+
+// sum[m][n] += the products of groups of x[m] and w[n]. `of_pairs`: how many groups AVX2 adds as pairs of 16 bits.
 #if FEWBIT_I8MM
 // One smmla multiplies eight bytes of two rows of x by those of two outputs: meanwhile sums lie in squares of two rows by two outputs.
 // The last one of an odd number of rows makes both rows of its squares.
 template <int kRowsHere>
-INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, U (&sum)[kRowsHere][kIntAcross]) {
+INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, int64_t, U (&sum)[kRowsHere][kIntAcross]) {
   constexpr int kPairs = (kRowsHere + 1) / 2;
   const auto second = [](int p) { return 2 * p + 1 < kRowsHere ? 2 * p + 1 : 2 * p; };
   int32x4_t square[kPairs][2 * kIntAcross];
@@ -84,7 +112,10 @@ INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, U (&sum
 }
 #else
 template <int kRowsHere>
-INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, U (&sum)[kRowsHere][kIntAcross]) {
+INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
+  if (of_pairs != 0) return AddPairs<kRowsHere>(x, w, groups, of_pairs, sum);
+#endif
   for (int64_t g = 0; g < groups; ++g) {
     U b[kIntAcross];
 #pragma GCC unroll 8
@@ -104,7 +135,7 @@ INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, U (&sum
 // The sums over groups of x[m] * w[n], for kRowsHere rows of x and one strip of w: begun at -added * x_sum[m], or where x_sum is
 // null at what `sums` holds; left there, or where a tile ends with them, scaled.
 template <int kRowsHere>
-static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, const int32_t* x_sum, int32_t added,
+static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, const int32_t* x_sum, int32_t added,
                          int32_t* sums, int64_t ld_sums, const Tile* tile) {
   U sum[kRowsHere][kIntAcross];
 #pragma GCC unroll 8
@@ -114,7 +145,7 @@ static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, cons
       sum[m][n] = x_sum == nullptr ? LoadI(sums + m * ld_sums + n * kLanes) : SameI(x_sum[m]) * SameI(-added);
     }
   }
-  AddGroups<kRowsHere>(x, w, groups, sum);
+  AddGroups<kRowsHere>(x, w, groups, of_pairs, sum);
   if (tile == nullptr) {
 #pragma GCC unroll 8
     for (int m = 0; m < kRowsHere; ++m) {
@@ -128,7 +159,7 @@ static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, cons
   EndTile<kRowsHere>(*tile, sum);
 }
 
-typedef void (*IntegerStep)(const int8_t*, const uint8_t*, int64_t, const int32_t*, int32_t, int32_t*, int64_t, const Tile*);
+typedef void (*IntegerStep)(const int8_t*, const uint8_t*, int64_t, int64_t, const int32_t*, int32_t, int32_t*, int64_t, const Tile*);
 
 static IntegerStep IntegerBlockOf(int64_t rows) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI
@@ -198,7 +229,7 @@ static void AddOnes(const IntegerJob& job, const Segment& segment, int64_t count
   for (int64_t t = 0; t < segment.tiles; ++t) {
     const int64_t g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
     for (int64_t i = 0; i * kIntWide < count; ++i) {
-      IntegerBlock<1>(s.every + 4 * g, s.panel + (i * kSegment + 4 * g) * kIntWide, groups, segment.first ? &nothing : nullptr, 0,
+      IntegerBlock<1>(s.every + 4 * g, s.panel + (i * kSegment + 4 * g) * kIntWide, groups, 0, segment.first ? &nothing : nullptr, 0,
                       s.ones + t * width + i * kIntWide, width, nullptr);
     }
     const int64_t from = (segment.tile + t) * job.tile, end = from + job.tile < job.K ? from + job.tile : job.K;
@@ -264,6 +295,7 @@ static void RunBlock(const IntegerJob& job, const Segment& segment, const Intege
   const int8_t* x = job.x + 4 * (segment.at * job.M + m * segment.groups);
   const IntegerStep step = IntegerBlockOf(block);
   const int32_t added = static_cast<int32_t>(AddedTo(job));
+  const int64_t of_pairs = GroupsOfPairs(job.largest);
   for (int64_t strip = from; strip < end; ++strip) {
     BlockTile tile(job, segment, 0, m, block);
     tile.SetStrip(job, s, 0, strip, row, width);
@@ -271,8 +303,8 @@ static void RunBlock(const IntegerJob& job, const Segment& segment, const Intege
     int32_t* sums = s.sums + row * width + strip * kIntWide;
     for (int64_t t = 0, g = 0; t < segment.tiles; ++t) {
       const int64_t end_of_tile = GroupsBefore(job, segment, t + 1);
-      step(x + 4 * g * block, w + 4 * g * kIntWide, end_of_tile - g, segment.first ? tile.x_sum : nullptr, added, sums, width,
-           segment.last ? &tile : nullptr);
+      step(x + 4 * g * block, w + 4 * g * kIntWide, end_of_tile - g, of_pairs, segment.first ? tile.x_sum : nullptr, added, sums,
+           width, segment.last ? &tile : nullptr);
       g = end_of_tile;
       tile.Next(job.M, width);
       if (t + 1 < segment.tiles) tile.SetZeros(job, segment.tile + t + 1, m, block);

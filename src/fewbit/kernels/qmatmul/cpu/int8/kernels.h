@@ -69,14 +69,14 @@ static void SetNumbers(const int8_t* of_codes, BlockJob* job) {
     most = of_codes[i] > most ? of_codes[i] : most;
   }
   for (int i = 0; i < 128; ++i) job->numbers[i] = static_cast<uint8_t>(of_codes[i % count] - least);
-  job->offset = -least, job->is_wide = most - least > 63;
+  job->offset = -least, job->largest = most - least;
   job->flip = job->numbers[0], job->is_flipped = true;
   for (int i = 0; i < count; ++i) job->is_flipped = job->is_flipped && job->numbers[i] == (i ^ job->flip);
 }
 
 static void SetNumbers(bool is_signed, BlockJob* job) {
   job->offset = (is_signed ? 128 : 0) - (FEWBIT_ARM64 ? 128 : 0);
-  job->flip = static_cast<uint8_t>(job->offset);
+  job->flip = static_cast<uint8_t>(job->offset), job->largest = 255;
 }
 
 }  // namespace fewbit

@@ -133,43 +133,22 @@ static void PackRows(int bits, const ByteRows& rows, U flip, int64_t strips, uin
   }
 }
 
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-
-// 16 outputs from n0 on, from [N, K].
+// kLanes outputs from n0 on, from [N, K]: squares of words are transposed.
 static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0, uint8_t* out) {
   const U flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
-  const int64_t step = 4 * kIntWide * (8 / job.bits);  // bytes of a panel for four of w
-  for (int64_t b = 0; b < bytes.fours; b += 16) {
-    const __mmask64 there = FirstBytes(bytes.count - 4 * b);
-    __m512i rows[16];
-    UNROLL for (int i = 0; i < 16; ++i) {
-      const uint8_t* p = job.w + (n0 + i) * job.row_stride + bytes.from + 4 * b;
-      _mm_prefetch(reinterpret_cast<const char*>(p + 64), _MM_HINT_T0);
-      rows[i] = n0 + i < job.N ? _mm512_maskz_loadu_epi8(there, p) : _mm512_setzero_si512();
-    }
-    TransposeWords(rows);
-    for (int i = 0; i < 16 && b + i < bytes.fours; ++i) StoreFours(job.bits, (U)rows[i], flip, out + (b + i) * step);
-  }
-}
-
-#else
-
-// An output from [N, K].
-static void PackOutput(const IntegerJob& job, const Stretch& bytes, int64_t n, uint8_t* out) {
-  const uint32_t flip = Flipped(job) * 0x01010101u;
   const int64_t groups = 8 / job.bits;
-  const uint8_t* p = job.w + (n < job.N ? n : 0) * job.row_stride + bytes.from;
-  for (int64_t b = 0; b < bytes.fours; ++b) {
-    uint32_t fours = 0;
-    for (int64_t i = 0; i < 4 && 4 * b + i < bytes.count; ++i) fours |= static_cast<uint32_t>(p[4 * b + i]) << 8 * i;
-    const uint32_t low = job.bits == 8 ? fours : fours & 0x0F0F0F0Fu, high = fours >> 4 & 0x0F0F0F0Fu;
-    const uint32_t first = low ^ flip, second = high ^ flip;
-    std::memcpy(out + GroupAt(b * groups), &first, 4);
-    if (job.bits == 4) std::memcpy(out + GroupAt(b * groups + 1), &second, 4);
+  for (int64_t b = 0; b < bytes.fours; b += kLanes) {
+    V rows[kLanes];
+    UNROLL for (int i = 0; i < kLanes; ++i) {
+      const bool is_there = n0 + i < job.N;
+      const uint8_t* p = job.w + (is_there ? n0 + i : 0) * job.row_stride + bytes.from + 4 * b;
+      __builtin_prefetch(p + 64);
+      rows[i] = (V)LoadSome(p, is_there ? bytes.count - 4 * b : 0);
+    }
+    Transpose(rows);
+    for (int i = 0; i < kLanes && b + i < bytes.fours; ++i) StoreFours(job.bits, (U)rows[i], flip, out + GroupAt((b + i) * groups));
   }
 }
-
-#endif
 
 // A segment of the strips from n0 on.
 static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* panel) {
@@ -178,13 +157,7 @@ static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int6
     const ByteRows rows{job.w + bytes.from * job.row_stride + n0, job.row_stride, bytes.count, job.N - n0};
     return PackRows(job.bits, rows, SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u)), strips, panel);
   }
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-  for (int64_t n = 0; n < strips * kIntWide; n += 16) {
-    PackOutputs(job, bytes, n0 + n, panel + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
+  for (int64_t n = 0; n < strips * kIntWide; n += kLanes) {
+    PackOutputs(job, bytes, n0 + n, panel + n / kIntWide * kSegment * kIntWide + n % kIntWide * kIntDeep);
   }
-#else
-  for (int64_t n = 0; n < strips * kIntWide; ++n) {
-    PackOutput(job, bytes, n0 + n, panel + n / kIntWide * kSegment * kIntWide + n % kIntWide * kIntDeep);
-  }
-#endif
 }

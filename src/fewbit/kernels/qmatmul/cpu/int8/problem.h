@@ -31,6 +31,7 @@ struct IntegerJob {
   bool contracts_cols;      // whether w is [N, K] in memory, or [K, N]
   int bits;                 // of a code of w: 8, or 4 in pairs along the contraction
   int64_t offset;           // what is added to the numbers of w to make them unsigned: 0, 8 or 128
+  int largest;              // of these unsigned numbers
   const uint8_t* w;
   int64_t row_stride, byte_rows, byte_cols;  // of w in memory
   PerTile<float> w_scale, x_scale;
@@ -93,7 +94,7 @@ struct BlockJob {
   bool contracts_cols;   // whether it is [N, K]
   uint8_t numbers[128];  // of codes of 1 to 7 bits: their integers plus `offset`
   int32_t offset;
-  bool is_wide;          // whether one of `numbers` is above 63
+  int largest;           // of `numbers`, or of codes of 8 bits
   bool is_flipped;       // whether a code with the bits of `flip` flipped is its number
   uint8_t flip;          // of codes of 8 bits: likewise
   int64_t M, N, K;
