@@ -114,6 +114,11 @@ static void LoadScales(const StoredScales& stored, int64_t from, int64_t n, floa
     _mm512_mask_storeu_ps(out + i, rest, Mul(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, p + i)), Same(unit)));
     i = n;
 #endif
+    if (i < n && n >= kLanes) {  // the last ones together, some of them again
+      i = n - kLanes;
+      Store(out + i, Mul(Load(reinterpret_cast<const Half*>(p + i)), Same(unit)));
+      return;
+    }
     for (; i < n; ++i) out[i] = FloatOfHalf(p[i]) * unit;
   }
 }

@@ -138,45 +138,15 @@ struct BlockScales {
   // One vector for each tile of w.
   static void LoadTiles(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* rest, float* out) {
     const int64_t tiles = job.w.tiles_per_row, room = (tiles + kLanes - 1) / kLanes * kLanes;
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-    const bool is_half = stored.type == ScaleType::kF16 || stored.type == ScaleType::kBF16;
-    if (is_half && tiles <= 2 * kLanes) return LoadHalves(job, stored, unit, n0, out);
-#endif
-    for (int64_t i = 0; i < kLanes; ++i) {
+    const bool is_run = job.w.row_tile == 1 && n0 + kLanes <= job.N;
+    if (is_run) LoadScales(stored, n0 * tiles, kLanes * tiles, unit, rest);
+    for (int64_t i = 0; !is_run && i < kLanes; ++i) {
       const int64_t n = n0 + i < job.N ? n0 + i : job.N - 1;
       LoadScales(stored, n / job.w.row_tile * tiles, tiles, unit, rest + i * room);
     }
-    for (int64_t t = 0; t < room; t += kLanes) Transpose(rest + t, room, out + t * kLanes, kLanes);
+    for (int64_t t = 0; t < room; t += kLanes) Transpose(rest + t, is_run ? tiles : room, out + t * kLanes, kLanes);
   }
 
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-  // At most 32, of 16 bits, of each row: those of two blocks change places as one word, and are converted afterwards. Of longer rows
-  // the loads of 16 rows at once take more time than that saves.
-  static void LoadHalves(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* out) {
-    const int64_t tiles = job.w.tiles_per_row;
-    const __mmask32 there = tiles < 32 ? (1u << tiles) - 1 : ~0u;
-    const auto converted = [&](__m512i halves) {
-      if (stored.type == ScaleType::kBF16) return (V)_mm512_slli_epi32(halves, 16);
-      return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
-    };
-    const uint16_t* halves = static_cast<const uint16_t*>(stored.data);
-    __m512i v[kLanes];
-    if (job.w.row_tile == 1 && n0 + kLanes <= job.N) {  // 16 divisions take as long as the transpose
-      UNROLL for (int i = 0; i < kLanes; ++i) v[i] = _mm512_maskz_loadu_epi16(there, halves + (n0 + i) * tiles);
-    } else {
-      for (int i = 0; i < kLanes; ++i) {
-        const int64_t n = n0 + i < job.N ? n0 + i : job.N - 1;
-        v[i] = _mm512_maskz_loadu_epi16(there, halves + n / job.w.row_tile * tiles);
-      }
-    }
-    TransposeWords(v);
-    UNROLL for (int i = 0; i < kLanes; ++i) {
-      if (2 * i >= tiles) break;
-      Store(out + 2 * i * kLanes, Mul(converted(v[i]), Same(unit)));
-      Store(out + (2 * i + 1) * kLanes, Mul(converted(_mm512_srli_epi32(v[i], 16)), Same(unit)));
-    }
-  }
-#endif
 };
 
 // Adds one block of the sums of row m of x.
