@@ -6,7 +6,7 @@ The quantized models are compared with the float model. The weights of SmolLM2 a
 is rotated first (`fewbit quantize --rotate`): that is the same network, and its weights are on no 4-bit grid. Perplexity and KL
 divergence are those of `fewbit eval` on a text that no method has read, and the output error is the relative error of the
 logits of its first 512 tokens. Seconds and peak memory are those of the method, calibration included; the float model is in
-memory, too.
+memory, too. --keep-scales o,down keeps AWQ's and SmoothQuant's scales in front of these products (`fewbit quantize --keep-scales`).
 """
 
 import argparse
@@ -33,6 +33,7 @@ from fewbit.workflows import (
     quantized_tensors,
     rotated,
     scaled_model,
+    with_scaled_inputs,
 )
 from fewbit.workflows.evaluate import engine_of, evaluation_windows
 from fewbit.workflows.model import Model
@@ -51,25 +52,27 @@ def main() -> int:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--methods", default="rtn,gptq,awq,awq+gptq")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
+    parser.add_argument("--keep-scales", help="products whose input keeps its scales: o, down or o,down")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/NAME.json")
     add_keep(parser)
     options = parser.parse_args()
     print(headline(PACKAGES))
     model, rows = rotated(load(options.model)), kept_rows(options.save, options, "scheme", "method")
+    source = with_scaled_inputs(model, tuple(options.keep_scales.split(","))) if options.keep_scales else model
     for scheme in options.schemes.split(","):
         for name in options.methods.split(","):
-            rows[scheme, name] = measured(model, scheme, name, options.tokens)
+            rows[scheme, name] = measured(source, model, scheme, name, options.tokens)
             print(rows[scheme, name]["text"], flush=True)
             if options.save:  # after each row: some take minutes
                 save(options.save, PACKAGES, model=options.model, tokens=options.tokens, rows=list(rows.values()))
     return 0
 
 
-def measured(reference: Model, scheme: str, name: str, tokens: int) -> dict[str, Any]:
+def measured(model: Model, reference: Model, scheme: str, name: str, tokens: int) -> dict[str, Any]:
     """The quality of one scheme by one method, and what the method took."""
     reset_peak()
-    plan, start = plan_model(reference, recipe=scheme), time.perf_counter()
-    (scaling, method), model = methods.scaled_method(name), reference
+    plan, start = plan_model(model, recipe=scheme), time.perf_counter()
+    scaling, method = methods.scaled_method(name)
     found: Mapping[str, QArray] = {}
     if scaling is not None:
         model = scaled_model(model, plan, calibrated_scales(model, plan, scaling, calibration_data(model)))
