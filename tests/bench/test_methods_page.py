@@ -126,6 +126,16 @@ def of_rotated_inputs() -> Iterator[str]:
         yield line([policy, *cells])
 
 
+def of_kept_scales() -> Iterator[str]:
+    folded = {(r["scheme"], r["method"]): r for r in saved("methods")["rows"]}
+    yield line(["scheme, `awq`", "KL divergence, folded", "kept", "perplexity, folded", "kept"])
+    yield line(["---", *["---:"] * 4])
+    for kept in saved("methods_kept")["rows"]:
+        rows = (folded[kept["scheme"], kept["method"]], kept)
+        cells = [f"{r['kl']:.4f} ± {r['kl_error']:.4f}" for r in rows] + [f"{r['perplexity']:.2f}" for r in rows]
+        yield line([kept["scheme"], *cells])
+
+
 def schemes_by_methods(name: str, cell: Callable[[dict[str, Any]], str]) -> Iterator[str]:
     """A row for each scheme of a file, with a cell for each method."""
     found = {(r["scheme"], r["method"]): r for r in saved(name)["rows"]}
@@ -168,7 +178,7 @@ def beside_other_gptq() -> Iterator[str]:
 
 TABLES = {"methods": by_scheme, "more methods": by_method, "allocation": by_budget}
 TABLES |= {"rotations": of_rotated_inputs, "encoder": of_an_encoder, "whisper": of_whisper, "llama.cpp": beside_llama_cpp}
-TABLES |= {"peer gptq": beside_other_gptq, "smoothquant": of_smoothquant}
+TABLES |= {"peer gptq": beside_other_gptq, "smoothquant": of_smoothquant, "kept": of_kept_scales}
 OF_FIGURES = {"smollm2": figures_of_smollm2, "minilm": figures_of_minilm, "whisper": figures_of_whisper}
 
 
