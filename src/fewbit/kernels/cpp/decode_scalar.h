@@ -112,14 +112,13 @@ static void LoadScales(const StoredScales& stored, int64_t from, int64_t n, floa
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
     const __mmask16 rest = static_cast<__mmask16>((1u << (n - i)) - 1);
     _mm512_mask_storeu_ps(out + i, rest, Mul(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, p + i)), Same(unit)));
-    i = n;
-#endif
+#else
     if (i < n && n >= kLanes) {  // the last ones together, some of them again
-      i = n - kLanes;
-      Store(out + i, Mul(Load(reinterpret_cast<const Half*>(p + i)), Same(unit)));
-      return;
+      Store(out + n - kLanes, Mul(Load(reinterpret_cast<const Half*>(p + n - kLanes)), Same(unit)));
+      i = n;
     }
     for (; i < n; ++i) out[i] = FloatOfHalf(p[i]) * unit;
+#endif
   }
 }
 

@@ -117,7 +117,7 @@ struct BlockScales {
 
   static int64_t Room(const BlockJob& job) { return (job.blocks() + kLanes - 1) / kLanes * kLanes; }
 
-  // Asks for what `Load` reads of kLanes rows from n0 on. Its lines lie between long rows of codes, so no processor foresees them.
+  // Asks for what `Load` reads of kLanes rows from n0 on: a line or two at a time, too few for the processor to foresee the next ones.
   static void Prefetch(const BlockJob& job, const StoredScales& stored, int64_t n0) {
     const int64_t row = job.w.tiles_per_row * SizeOf(stored.type);
     const char* first = static_cast<const char*>(stored.data) + n0 / job.w.row_tile * row;
@@ -146,7 +146,6 @@ struct BlockScales {
     }
     for (int64_t t = 0; t < room; t += kLanes) Transpose(rest + t, is_run ? tiles : room, out + t * kLanes, kLanes);
   }
-
 };
 
 // Adds one block of the sums of row m of x.
