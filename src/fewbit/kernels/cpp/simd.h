@@ -141,10 +141,11 @@ INLINE H ToBrain(V x) {
   const I is_nan = x != x;
   return ToShorts(is_nan ? ((bits >> 16) | 0x40) : rounded);
 }
+INLINE V FromBrain(H h) { return (V)(__builtin_convertvector(h, U) << 16); }
 INLINE V Load(const Brain* p) {
   H h;
   __builtin_memcpy(&h, p, sizeof h);
-  return (V)(__builtin_convertvector(h, U) << 16);
+  return FromBrain(h);
 }
 INLINE V Load(const Half* p) { H h; __builtin_memcpy(&h, p, sizeof h); return FromHalf(h); }
 INLINE I LoadInts(const int32_t* p) { I v; __builtin_memcpy(&v, p, sizeof v); return v; }

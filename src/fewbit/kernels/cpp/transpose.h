@@ -72,3 +72,46 @@ INLINE void Transpose(V (&v)[kLanes]) {
   UNROLL for (int i = 0; i < kLanes; ++i) v[i] = Load(to + i * kLanes);
 }
 #endif
+
+// kShorts numbers of 16 bits of each of kLanes rows, `stride` apart: column i has number i of every row. In each quarter, those of four
+// rows are interleaved; then the quarters of one column are put together.
+constexpr int kShorts = 8;
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+static inline void ShortsOfRows(const uint16_t* rows, int64_t stride, H (&column)[kShorts]) {
+  const auto quarter = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride)); };
+  __m512i v[4];
+  UNROLL for (int i = 0; i < 4; ++i) {
+    v[i] = _mm512_inserti32x4(_mm512_castsi128_si512(quarter(i)), quarter(4 + i), 1);
+    v[i] = _mm512_inserti32x4(_mm512_inserti32x4(v[i], quarter(8 + i), 2), quarter(12 + i), 3);
+  }
+  const __m512i low01 = _mm512_unpacklo_epi16(v[0], v[1]), high01 = _mm512_unpackhi_epi16(v[0], v[1]);
+  const __m512i low23 = _mm512_unpacklo_epi16(v[2], v[3]), high23 = _mm512_unpackhi_epi16(v[2], v[3]);
+  const __m512i pairs[] = {_mm512_unpacklo_epi32(low01, low23), _mm512_unpackhi_epi32(low01, low23),
+                           _mm512_unpacklo_epi32(high01, high23), _mm512_unpackhi_epi32(high01, high23)};
+  const __m512i in_order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const __m512i two = _mm512_permutexvar_epi64(in_order, pairs[i]);
+    column[2 * i] = (H)_mm512_castsi512_si256(two), column[2 * i + 1] = (H)_mm512_extracti64x4_epi64(two, 1);
+  }
+}
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+static inline void ShortsOfRows(const uint16_t* rows, int64_t stride, H (&column)[kShorts]) {
+  const auto half = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride)); };
+  __m256i v[4];
+  UNROLL for (int i = 0; i < 4; ++i) v[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(half(i)), half(4 + i), 1);
+  const __m256i low01 = _mm256_unpacklo_epi16(v[0], v[1]), high01 = _mm256_unpackhi_epi16(v[0], v[1]);
+  const __m256i low23 = _mm256_unpacklo_epi16(v[2], v[3]), high23 = _mm256_unpackhi_epi16(v[2], v[3]);
+  const __m256i pairs[] = {_mm256_unpacklo_epi32(low01, low23), _mm256_unpackhi_epi32(low01, low23),
+                           _mm256_unpacklo_epi32(high01, high23), _mm256_unpackhi_epi32(high01, high23)};
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const __m256i two = _mm256_permute4x64_epi64(pairs[i], 0xD8);
+    column[2 * i] = (H)_mm256_castsi256_si128(two), column[2 * i + 1] = (H)_mm256_extracti128_si256(two, 1);
+  }
+}
+#else
+static inline void ShortsOfRows(const uint16_t* rows, int64_t stride, H (&column)[kShorts]) {
+  for (int i = 0; i < kShorts; ++i) {
+    for (int row = 0; row < kLanes; ++row) column[i][row] = rows[row * stride + i];
+  }
+}
+#endif

@@ -244,11 +244,10 @@ static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, D
 // One matrix, in place.
 static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJob& job, const int8_t* rows) {
   const int64_t row = (kernels.block_row_bytes(job) + 3) / 4 * 4;
-  const CallMemory memory(job.M * (row + job.blocks() * 4));
+  const CallMemory memory(job.M * (row + job.blocks() * BlocksOfX::kBytes));
   int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
-  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
-  job.x = laid, job.x_sums = sums;
-  const auto lay = [&](int64_t m) { kernels.lay_blocks(job, rows, m, laid, sums); };
+  job.x = laid, job.x_blocks = BlocksOfX(job.M * job.blocks(), memory.data() + job.M * row);
+  const auto lay = [&](int64_t m) { kernels.lay_blocks(job, rows, m, laid); };
   if (job.M < 8) for (int64_t m = 0; m < job.M; ++m) lay(m);
   else ParallelFor(pool, job.M, lay);
   const auto run = [&](int64_t chunk) { kernels.run_blocks(job, chunk); };

@@ -66,6 +66,23 @@ static IntegerJob PanelsOf(const BlockJob& job) {
   return panels;
 }
 
+static bool ScalesLast(const BlockJob& job) { return job.blocks() > 1 && job.x_scale.by_tile == 0; }
+
+// What the bytes of w have more than its numbers.
+static uint32_t AddedTo(const BlockJob& job) { return IsDecoded(job) && kSignedBytes ? 0 : static_cast<uint32_t>(job.offset); }
+
+static int32_t SumOfBytes(const int8_t* x, int64_t count) {
+  const U ones = SameBytes(1);
+  U four = SameI(0);
+  int64_t i = 0;
+  for (; i + kIntBytes <= count; i += kIntBytes) four = Dot4(four, ones, LoadI(x + i));
+  int32_t lane[kLanes], sum = 0;
+  for (; i < count; ++i) sum += x[i];
+  StoreI(lane, four);
+  for (int j = 0; j < kLanes; ++j) sum += lane[j];
+  return sum;
+}
+
 // Bytes of a row of x as `LayBlocks` lays it out.
 static int64_t BlockRowBytes(const BlockJob& job) {
   if (IsDecoded(job)) return DecodedBytes(job);
@@ -73,8 +90,8 @@ static int64_t BlockRowBytes(const BlockJob& job) {
 }
 
 // Row m of x in the order of w's codes, vector by vector: of 4 bits those of the low halves, then those of the high halves; zeros
-// beyond K. And its sums by blocks.
-static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out, int32_t* sums) {
+// beyond K. And what `job.x_blocks` has of it.
+static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out) {
   const int8_t* from = rows + m * job.K;
   int8_t* to = out + m * BlockRowBytes(job);
   const bool is_split = job.w.bits == 4 && !IsDecoded(job);  // bytes have two codes
@@ -101,19 +118,21 @@ static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t
       std::memcpy(to, codes, kIntBytes);
     }
   }
+  const int64_t first = m * job.blocks();
+  const bool scales_last = ScalesLast(job);
+  const uint32_t added = AddedTo(job);
   for (int64_t t = 0; t < job.blocks(); ++t) {
-    const int64_t end = (t + 1) * job.block < job.K ? (t + 1) * job.block : job.K;
-    int32_t sum = 0;
-    for (int64_t k = t * job.block; k < end; ++k) sum += from[k];
-    sums[m * job.blocks() + t] = sum;
+    const int64_t begin = t * job.block, end = begin + job.block < job.K ? begin + job.block : job.K;
+    const int32_t sum = SumOfBytes(from + begin, end - begin);
+    const float scale = scales_last ? 1.0f : job.x_scale.At(m, t);
+    job.x_blocks.sums[first + t] = sum, job.x_blocks.added[first + t] = static_cast<int32_t>(static_cast<uint32_t>(sum) * added);
+    job.x_blocks.scales[first + t] = scale, job.x_blocks.offsets[first + t] = scale * static_cast<float>(sum);
   }
 }
 
-// What the rows of w that are multiplied together have at each block: vectors of scales, and of zero points. And what the bytes of w
-// have more than its numbers.
+// What the rows of w that are multiplied together have at each block: vectors of scales, and of zero points.
 struct BlockScales {
   float *scale, *zero;
-  uint32_t offset;
 
   static int64_t Room(const BlockJob& job) { return (job.blocks() + kLanes - 1) / kLanes * kLanes; }
 
@@ -135,10 +154,28 @@ struct BlockScales {
     }
   }
 
+  static void LoadShorts(const StoredScales& stored, int64_t from, int64_t tiles, float unit, float* out) {
+    const uint16_t* rows = static_cast<const uint16_t*>(stored.data) + from;
+    const bool is_brain = stored.type == ScaleType::kBF16;
+    for (int64_t t = 0; t < tiles; t += kShorts, rows += kShorts) {
+      H column[kShorts];
+      ShortsOfRows(rows, tiles, column);
+      const int64_t count = tiles - t < kShorts ? tiles - t : kShorts;
+      for (int64_t i = 0; i < count; ++i) {
+        const V number = is_brain ? FromBrain(column[i]) : FromHalf(column[i]);
+        Store(out + (t + i) * kLanes, Mul(number, Same(unit)));
+      }
+    }
+  }
+
   // One vector for each tile of w.
   static void LoadTiles(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* rest, float* out) {
     const int64_t tiles = job.w.tiles_per_row, room = (tiles + kLanes - 1) / kLanes * kLanes;
     const bool is_run = job.w.row_tile == 1 && n0 + kLanes <= job.N;
+    const int64_t read = (tiles + kShorts - 1) / kShorts * kShorts;  // of the last row: into the next one
+    if (is_run && SizeOf(stored.type) == 2 && (job.N - n0 - kLanes) * tiles >= read - tiles) {
+      return LoadShorts(stored, n0 * tiles, tiles, unit, out);
+    }
     if (is_run) LoadScales(stored, n0 * tiles, kLanes * tiles, unit, rest);
     for (int64_t i = 0; !is_run && i < kLanes; ++i) {
       const int64_t n = n0 + i < job.N ? n0 + i : job.N - 1;
@@ -148,19 +185,14 @@ struct BlockScales {
   }
 };
 
-// Adds one block of the sums of row m of x.
-static inline void EndBlock(const BlockJob& job, const BlockScales& scales, int64_t m, int64_t t, int32_t x_sum, bool scales_last,
-                            U sum, V* total) {
-  sum -= SameI(static_cast<int32_t>(static_cast<uint32_t>(x_sum) * scales.offset));
+// Adds the sums of block t of a row of x, whose blocks are in `x` from `first` on.
+static inline void EndBlock(Zero role, const BlockScales& scales, const BlocksOfX& x, int64_t first, int64_t t, U sum, V* total) {
+  sum -= SameI(x.added[first + t]);
   const V scale = Load(scales.scale + t * kLanes);
-  const float x_scale = scales_last ? 1.0f : job.x_scale.At(m, t);
-  if (job.w.role == Zero::kWhole) {
-    sum -= SameI(x_sum) * (U)__builtin_convertvector(Load(scales.zero + t * kLanes), I);
-  }
-  const V v = Mul(FloatI(sum), Same(x_scale));
+  if (role == Zero::kWhole) sum -= SameI(x.sums[first + t]) * (U)__builtin_convertvector(Load(scales.zero + t * kLanes), I);
+  const V v = Mul(FloatI(sum), Same(x.scales[first + t]));
   *total = t == 0 ? Mul(v, scale) : MulAdd(v, scale, *total);
-  if (job.w.role != Zero::kOffset) return;
-  *total = MulAdd(Load(scales.zero + t * kLanes), Same(x_scale * static_cast<float>(x_sum)), *total);
+  if (role == Zero::kOffset) *total = MulAdd(Load(scales.zero + t * kLanes), Same(x.offsets[first + t]), *total);
 }
 
 // Where rows of w are read: in place, or decoded.
@@ -176,24 +208,24 @@ template <int kBits, int kPieces>
 static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, int64_t m0, int64_t rows, U* sums, int64_t ld) {
   constexpr int kVectors = kBits == 4 ? 2 : 1;
   const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), distance = PrefetchDistance(stride);
-  const U low = SameI(0x0F0F0F0F), table = TableI(job.numbers), flip = SameI(static_cast<int32_t>(job.flip * 0x01010101u));
+  const U low = SameI(0x0F0F0F0F), table = TableI(job.numbers);
+  const bool is_flipped = kBits == 8 || (kBits == 4 && job.is_flipped);
+  const U flip = SameBytes(kBits == 4 ? job.flip * 0x11 : job.flip);
   const uint8_t *row[4], *end = bytes.first + (job.N - bytes.n0) * stride;  // of the last row
   UNROLL for (int j = 0; j < 4; ++j) row[j] = bytes.first + ((n + j < job.N ? n + j : job.N - 1) - bytes.n0) * stride;
   const int8_t* x = job.x + m0 * ldx;
+  const int64_t whole = end - row[3] - kIntBytes;  // the last place where the vectors of all rows are those of w
   for (int64_t at = 0; at < bytes.length; at += kIntBytes, x += kIntBytes * kVectors, sums += kPieces) {
     U w[4][kVectors];
-    UNROLL for (int j = 0; j < 4; ++j) {
-      const uint8_t* p = row[j] + at;
-      uint8_t last[kIntBytes];
-      if (end - p < kIntBytes) p = static_cast<const uint8_t*>(std::memcpy(std::memset(last, 0, sizeof(last)), p, end - p));
-      if constexpr (kBits != kDecoded) __builtin_prefetch(row[j] + distance + at, 0, 2);
-      const U codes = LoadI(p);
-      if constexpr (kBits == 8) {
-        w[j][0] = codes ^ flip;
-      } else if constexpr (kBits == kDecoded) {
-        w[j][0] = codes;
-      } else {
-        w[j][0] = Looked(table, codes & low), w[j][1] = Looked(table, (codes >> 4) & low);
+    UNROLL for (int j = 0; j < 4; ++j) w[j][0] = at <= whole ? LoadI(row[j] + at) : LoadSome(row[j] + at, end - row[j] - at);
+    UNROLL for (int j = 0; kBits != kDecoded && j < 4; ++j) __builtin_prefetch(row[j] + (at + distance), 0, 2);
+    if (is_flipped) {
+      UNROLL for (int j = 0; j < 4; ++j) w[j][0] ^= flip;
+    }
+    UNROLL for (int j = 0; kBits == 4 && j < 4; ++j) w[j][kVectors - 1] = (w[j][0] >> 4) & low, w[j][0] &= low;
+    if (kBits == 4 && !is_flipped) {
+      UNROLL for (int j = 0; j < 4; ++j) {
+        UNROLL for (int i = 0; i < kVectors; ++i) w[j][i] = Looked(table, w[j][i]);
       }
     }
     for (int64_t m = 0; m < rows; ++m) {
@@ -212,10 +244,10 @@ static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, in
 template <int kBits, int kPieces>
 static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t length, int64_t n0, int64_t m, const U* sums,
                       int64_t ld) {
-  const int64_t blocks = job.blocks();
-  const bool scales_last = blocks > 1 && job.x_scale.by_tile == 0;
+  const int64_t blocks = job.blocks(), first = m * blocks;
+  const BlocksOfX x = job.x_blocks;
+  const Zero role = job.w.role;
   constexpr int kCodeBits = kBits == kDecoded ? 8 : kBits;
-  const int32_t* x_sums = job.x_sums + m * blocks;
   const int64_t parts = job.block * kCodeBits * kPieces / 128;
   int64_t tile = 0, left = parts;  // the current block, and how many of its parts are to come
   V total = Same(0.0f);
@@ -230,12 +262,12 @@ static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t le
       if (tile >= blocks) break;
       block += of_quarter[i % kPieces][i / kPieces];
       if (--left > 0) continue;
-      EndBlock(job, scales, m, tile, x_sums[tile], scales_last, block, &total);
+      EndBlock(role, scales, x, first, tile, block, &total);
       block = SameI(0), left = parts, ++tile;
     }
   }
-  if (tile < blocks) EndBlock(job, scales, m, tile, x_sums[tile], scales_last, block, &total);  // a last block, shorter than the others
-  if (scales_last) total = Mul(total, Same(job.x_scale.At(m, 0)));
+  if (tile < blocks) EndBlock(role, scales, x, first, tile, block, &total);  // a last block, shorter than the others
+  if (ScalesLast(job)) total = Mul(total, Same(job.x_scale.At(m, 0)));
   float y[kLanes];
   Store(y, total);
   for (int64_t i = 0; i < kLanes && n0 + i < job.N; ++i) StoreFloat(job.y, job.y_kind, m * job.N + n0 + i, y[i]);
@@ -270,8 +302,7 @@ static void RunBlocks(const BlockJob& job, int64_t chunk) {
   const int64_t vectors = 2 * kBlockRows * kQuarters * vector_count;
   const int64_t decoded_floats = is_decoded ? kLanes * DecodedStride(job) / 4 : 0;
   float* rest = Workspace(3 * room + vectors * kLanes + decoded_floats);
-  const bool is_signed = is_decoded && kSignedBytes;
-  const BlockScales scales{rest + room, rest + 2 * room, is_signed ? 0 : static_cast<uint32_t>(job.offset)};
+  const BlockScales scales{rest + room, rest + 2 * room};
   const auto outputs = is_decoded                 ? BlockOutputs<kDecoded, 1>
                        : job.w.bits == 8          ? BlockOutputs<8, 1>
                        : job.block % 32 != 0 ? BlockOutputs<4, 2>

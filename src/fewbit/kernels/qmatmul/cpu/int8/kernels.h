@@ -28,7 +28,7 @@ struct Kernels {
   // The same of a BlockJob; rows of x are laid out one by one.
   int64_t (*block_row_bytes)(const BlockJob& job);
   int64_t (*block_chunks)(const BlockJob& job);
-  void (*lay_blocks)(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out, int32_t* sums);
+  void (*lay_blocks)(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out);
   void (*run_blocks)(const BlockJob& job, int64_t chunk);
   bool (*takes_panels)(const BlockJob& job);       // whether a block job runs as the IntegerJob that `panels_of` makes
   IntegerJob (*panels_of)(const BlockJob& job);
@@ -68,7 +68,7 @@ static void SetNumbers(const int8_t* of_codes, BlockJob* job) {
     least = of_codes[i] < least ? of_codes[i] : least;
     most = of_codes[i] > most ? of_codes[i] : most;
   }
-  for (int i = 0; i < 128; ++i) job->numbers[i] = static_cast<uint8_t>(of_codes[i % count] - least);
+  for (int i = 0; i < 128; ++i) job->numbers[i] = static_cast<uint8_t>(of_codes[i & (count - 1)] - least);
   job->offset = -least, job->largest = most - least;
   job->flip = job->numbers[0], job->is_flipped = true;
   for (int i = 0; i < count; ++i) job->is_flipped = job->is_flipped && job->numbers[i] == (i ^ job->flip);
