@@ -244,9 +244,9 @@ static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, D
 // One matrix, in place.
 static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJob& job, const int8_t* rows) {
   const int64_t row = (kernels.block_row_bytes(job) + 3) / 4 * 4;
-  const CallMemory memory(job.M * (row + job.blocks() * BlocksOfX::kBytes));
+  const CallMemory memory(job.M * (row + job.blocks() * static_cast<int64_t>(sizeof(BlockOfX))));
   int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
-  job.x = laid, job.x_blocks = BlocksOfX(job.M * job.blocks(), memory.data() + job.M * row);
+  job.x = laid, job.x_blocks = reinterpret_cast<BlockOfX*>(memory.data() + job.M * row);
   const auto lay = [&](int64_t m) { kernels.lay_blocks(job, rows, m, laid); };
   if (job.M < 8) for (int64_t m = 0; m < job.M; ++m) lay(m);
   else ParallelFor(pool, job.M, lay);

@@ -118,15 +118,14 @@ static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t
       std::memcpy(to, codes, kIntBytes);
     }
   }
-  const int64_t first = m * job.blocks();
   const bool scales_last = ScalesLast(job);
   const uint32_t added = AddedTo(job);
   for (int64_t t = 0; t < job.blocks(); ++t) {
     const int64_t begin = t * job.block, end = begin + job.block < job.K ? begin + job.block : job.K;
     const int32_t sum = SumOfBytes(from + begin, end - begin);
     const float scale = scales_last ? 1.0f : job.x_scale.At(m, t);
-    job.x_blocks.sums[first + t] = sum, job.x_blocks.added[first + t] = static_cast<int32_t>(static_cast<uint32_t>(sum) * added);
-    job.x_blocks.scales[first + t] = scale, job.x_blocks.offsets[first + t] = scale * static_cast<float>(sum);
+    job.x_blocks[m * job.blocks() + t] = {sum, static_cast<int32_t>(static_cast<uint32_t>(sum) * added), scale,
+                                          scale * static_cast<float>(sum)};
   }
 }
 
@@ -134,7 +133,7 @@ static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t
 struct BlockScales {
   float *scale, *zero;
 
-  static int64_t Room(const BlockJob& job) { return (job.blocks() + kLanes - 1) / kLanes * kLanes; }
+  static int64_t Room(const BlockJob& job) { return (job.blocks() + kShorts + kLanes - 1) / kLanes * kLanes; }
 
   // Asks for what `Load` reads of kLanes rows from n0 on: a line or two at a time, too few for the processor to foresee the next ones.
   static void Prefetch(const BlockJob& job, const StoredScales& stored, int64_t n0) {
@@ -154,16 +153,14 @@ struct BlockScales {
     }
   }
 
-  static void LoadShorts(const StoredScales& stored, int64_t from, int64_t tiles, float unit, float* out) {
-    const uint16_t* rows = static_cast<const uint16_t*>(stored.data) + from;
-    const bool is_brain = stored.type == ScaleType::kBF16;
-    for (int64_t t = 0; t < tiles; t += kShorts, rows += kShorts) {
+  // Writes whole groups of kShorts vectors.
+  template <bool kIsBrain>
+  static void LoadShorts(const uint16_t* rows, int64_t tiles, float unit, float* out) {
+    for (int64_t t = 0; t < tiles; t += kShorts, out += kShorts * kLanes) {
       H column[kShorts];
-      ShortsOfRows(rows, tiles, column);
-      const int64_t count = tiles - t < kShorts ? tiles - t : kShorts;
-      for (int64_t i = 0; i < count; ++i) {
-        const V number = is_brain ? FromBrain(column[i]) : FromHalf(column[i]);
-        Store(out + (t + i) * kLanes, Mul(number, Same(unit)));
+      ShortsOfRows(rows + t, tiles, column);
+      UNROLL for (int i = 0; i < kShorts; ++i) {
+        Store(out + i * kLanes, Mul(kIsBrain ? FromBrain(column[i]) : FromHalf(column[i]), Same(unit)));
       }
     }
   }
@@ -174,7 +171,8 @@ struct BlockScales {
     const bool is_run = job.w.row_tile == 1 && n0 + kLanes <= job.N;
     const int64_t read = (tiles + kShorts - 1) / kShorts * kShorts;  // of the last row: into the next one
     if (is_run && SizeOf(stored.type) == 2 && (job.N - n0 - kLanes) * tiles >= read - tiles) {
-      return LoadShorts(stored, n0 * tiles, tiles, unit, out);
+      const uint16_t* rows = static_cast<const uint16_t*>(stored.data) + n0 * tiles;
+      return stored.type == ScaleType::kBF16 ? LoadShorts<true>(rows, tiles, unit, out) : LoadShorts<false>(rows, tiles, unit, out);
     }
     if (is_run) LoadScales(stored, n0 * tiles, kLanes * tiles, unit, rest);
     for (int64_t i = 0; !is_run && i < kLanes; ++i) {
@@ -185,20 +183,18 @@ struct BlockScales {
   }
 };
 
-// Adds the sums of block t of a row of x, whose blocks are in `x` from `first` on.
-static inline void EndBlock(Zero role, const BlockScales& scales, const BlocksOfX& x, int64_t first, int64_t t, U sum, V* total) {
-  sum -= SameI(x.added[first + t]);
-  const V scale = Load(scales.scale + t * kLanes);
-  if (role == Zero::kWhole) sum -= SameI(x.sums[first + t]) * (U)__builtin_convertvector(Load(scales.zero + t * kLanes), I);
-  const V v = Mul(FloatI(sum), Same(x.scales[first + t]));
-  *total = t == 0 ? Mul(v, scale) : MulAdd(v, scale, *total);
-  if (role == Zero::kOffset) *total = MulAdd(Load(scales.zero + t * kLanes), Same(x.offsets[first + t]), *total);
+// The outputs plus those of one block.
+static inline V EndBlock(Zero role, const float* scale, const float* zero, const BlockOfX& x, U sum, V total) {
+  sum -= SameI(x.added);
+  if (role == Zero::kWhole) sum -= SameI(x.sum) * (U)__builtin_convertvector(Load(zero), I);
+  total = MulAdd(Mul(FloatI(sum), Same(x.scale)), Load(scale), total);
+  return role == Zero::kOffset ? MulAdd(Load(zero), Same(x.offset), total) : total;
 }
 
 // Where rows of w are read: in place, or decoded.
 struct BlockBytes {
   const uint8_t* first;  // of row `n0`
-  int64_t n0, length, stride;
+  int64_t n0, length, stride, ahead;  // `ahead`: how far to prefetch
 };
 
 // Of four rows of w from n on and `rows` rows of x from m0 on: a sum for each quarter of each vector of bytes, and for each piece of
@@ -207,7 +203,7 @@ struct BlockBytes {
 template <int kBits, int kPieces>
 static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, int64_t m0, int64_t rows, U* sums, int64_t ld) {
   constexpr int kVectors = kBits == 4 ? 2 : 1;
-  const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), distance = PrefetchDistance(stride);
+  const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), ahead = bytes.ahead;
   const U low = SameI(0x0F0F0F0F), table = TableI(job.numbers);
   const bool is_flipped = kBits == 8 || (kBits == 4 && job.is_flipped);
   const U flip = SameBytes(kBits == 4 ? job.flip * 0x11 : job.flip);
@@ -218,7 +214,7 @@ static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, in
   for (int64_t at = 0; at < bytes.length; at += kIntBytes, x += kIntBytes * kVectors, sums += kPieces) {
     U w[4][kVectors];
     UNROLL for (int j = 0; j < 4; ++j) w[j][0] = at <= whole ? LoadI(row[j] + at) : LoadSome(row[j] + at, end - row[j] - at);
-    UNROLL for (int j = 0; kBits != kDecoded && j < 4; ++j) __builtin_prefetch(row[j] + (at + distance), 0, 2);
+    UNROLL for (int j = 0; kBits != kDecoded && j < 4; ++j) __builtin_prefetch(row[j] + (at + ahead), 0, 2);
     if (is_flipped) {
       UNROLL for (int j = 0; j < 4; ++j) w[j][0] ^= flip;
     }
@@ -244,13 +240,14 @@ static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, in
 template <int kBits, int kPieces>
 static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t length, int64_t n0, int64_t m, const U* sums,
                       int64_t ld) {
-  const int64_t blocks = job.blocks(), first = m * blocks;
-  const BlocksOfX x = job.x_blocks;
+  const int64_t blocks = job.blocks();
+  const BlockOfX *x = job.x_blocks + m * blocks, *end = x + blocks;
+  const float *scale = scales.scale, *zero = scales.zero;
   const Zero role = job.w.role;
   constexpr int kCodeBits = kBits == kDecoded ? 8 : kBits;
   const int64_t parts = job.block * kCodeBits * kPieces / 128;
-  int64_t tile = 0, left = parts;  // the current block, and how many of its parts are to come
-  V total = Same(0.0f);
+  int64_t left = parts;  // of the current block
+  V total = Same(-0.0f);  // which changes no number that is added to it, 0 neither
   U block = SameI(0);
   for (int64_t at = 0; at < length; at += kIntBytes, sums += kPieces) {
     U of_quarter[kPieces][kQuarters];
@@ -259,14 +256,14 @@ static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t le
       TransposeQuarters(of_quarter[piece]);
     }
     UNROLL for (int i = 0; i < kQuarters * kPieces; ++i) {
-      if (tile >= blocks) break;
+      if (x == end) break;
       block += of_quarter[i % kPieces][i / kPieces];
       if (--left > 0) continue;
-      EndBlock(role, scales, x, first, tile, block, &total);
-      block = SameI(0), left = parts, ++tile;
+      total = EndBlock(role, scale, zero, *x, block, total);
+      block = SameI(0), left = parts, ++x, scale += kLanes, zero += kLanes;
     }
   }
-  if (tile < blocks) EndBlock(role, scales, x, first, tile, block, &total);  // a last block, shorter than the others
+  if (x != end) total = EndBlock(role, scale, zero, *x, block, total);  // a last block, shorter than the others
   if (ScalesLast(job)) total = Mul(total, Same(job.x_scale.At(m, 0)));
   float y[kLanes];
   Store(y, total);
@@ -276,8 +273,8 @@ static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t le
 // kPieces: blocks that a quarter of a register has a part of.
 template <int kBits, int kPieces>
 static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t n0, U* sums, uint8_t* decoded) {
-  BlockBytes bytes{job.w.codes, 0, job.w.row_stride, job.w.row_stride};
-  if constexpr (kBits == kDecoded) bytes = {decoded, n0, DecodedBytes(job), DecodedStride(job)};
+  BlockBytes bytes{job.w.codes, 0, job.w.row_stride, job.w.row_stride, PrefetchDistance(job.w.row_stride)};
+  if constexpr (kBits == kDecoded) bytes = {decoded, n0, DecodedBytes(job), DecodedStride(job), 0};
   const int64_t ld = (bytes.length + kIntBytes - 1) / kIntBytes * kPieces;
   for (int64_t m0 = 0; m0 < job.M; m0 += kBlockRows) {
     const int64_t rows = job.M - m0 < kBlockRows ? job.M - m0 : kBlockRows;

@@ -87,18 +87,11 @@ inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
   return segments;
 }
 
-// What a BlockJob needs of the blocks of x, each [M, blocks]: their sums, and these times what w's bytes have more than its numbers;
-// their scales, 1 where a row has one for all its blocks, with which its outputs are multiplied at last; the sums times the scales.
-struct BlocksOfX {
-  int32_t *sums, *added;
-  float *scales, *offsets;
-
-  static constexpr int64_t kBytes = 16;  // of one block
-  BlocksOfX() = default;
-  BlocksOfX(int64_t count, void* memory) {
-    sums = static_cast<int32_t*>(memory), added = sums + count;
-    scales = reinterpret_cast<float*>(added + count), offsets = scales + count;
-  }
+// What a BlockJob needs of one block of a row of x: its sum, and that times what w's bytes have more than its numbers; its scale, 1
+// where a row has one for all its blocks, with which the outputs are multiplied at last; the sum times the scale.
+struct BlockOfX {
+  int32_t sum, added;
+  float scale, offset;
 };
 
 // The same product where w has blocks of whole groups of 16 codes along the contraction: codes of 1 to 7 bits that a table makes
@@ -117,7 +110,7 @@ struct BlockJob {
   int64_t group;
   PerTile<float> x_scale;
   const int8_t* x;       // as `LayBlocks` lays it out
-  BlocksOfX x_blocks;    // likewise
+  BlockOfX* x_blocks;    // likewise [M, blocks]
   void* y;               // [M, N]
   Float y_kind;
 
