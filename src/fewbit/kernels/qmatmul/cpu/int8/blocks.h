@@ -3,14 +3,13 @@
 //
 // A quarter of a register, 16 bytes of w, is a piece of one block, or of two where blocks are 8 bytes. Four rows of w are multiplied by
 // each vector of x, and a tree of additions turns their lanes into one sum for each row and quarter. As many rows as there are lanes
-// follow one another; then their sums change places, so that a vector has one block of all rows, and a block ends with one
-// conversion and one multiply-add. Codes of 4 bits are looked up in a register, which serves every format of small integers. Codes of
+// are multiplied at each place; then their sums change places, so that a vector has one block of all rows, and a block ends with one
+// conversion and one multiply-add, whose latency the products at the next place hide. Codes of 4 bits are looked up in a register, which serves every format of small integers. Codes of
 // other widths are decoded to bytes first, four rows at a time (decode_bytes.h), and those of 8 bits are multiplied as they are.
 //
 // Blocks are added in order, with the operations of the panels (gemm.h): an output has the same bits in both.
 
 constexpr int kQuarters = kLanes / 4;
-constexpr int64_t kBlockRows = 4;      // of x that share the decoded codes
 constexpr int64_t kFewBlockRows = 12;  // for which a weight is not worth packing
 constexpr int64_t kBlockOutputs = 64;  // of a chunk
 
@@ -197,97 +196,97 @@ struct BlockBytes {
   int64_t n0, length, stride, ahead;  // `ahead`: how far to prefetch
 };
 
-// Of four rows of w from n on and `rows` rows of x from m0 on: a sum for each quarter of each vector of bytes, and for each piece of
-// it, as vectors of [quarter][row of w]; `ld` vectors from one row of x to the next. The last vector of a row may have bytes of the
-// next one, where x is zero.
-template <int kBits, int kPieces>
-static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, int64_t m0, int64_t rows, U* sums, int64_t ld) {
+// Four rows of w at one place, as numbers: those of 4 bits are two vectors. `rest`: bytes from there to the end of w, of each row;
+// where they are fewer than a vector, zeros follow them.
+template <int kBits>
+INLINE void LoadRows(const BlockJob& job, const uint8_t* const* row, int64_t at, int64_t ahead, const uint8_t* end,
+                     U (&w)[4][kBits == 4 ? 2 : 1]) {
   constexpr int kVectors = kBits == 4 ? 2 : 1;
-  const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), ahead = bytes.ahead;
-  const U low = SameI(0x0F0F0F0F), table = TableI(job.numbers);
-  const bool is_flipped = kBits == 8 || (kBits == 4 && job.is_flipped);
-  const U flip = SameBytes(kBits == 4 ? job.flip * 0x11 : job.flip);
-  const uint8_t *row[4], *end = bytes.first + (job.N - bytes.n0) * stride;  // of the last row
-  UNROLL for (int j = 0; j < 4; ++j) row[j] = bytes.first + ((n + j < job.N ? n + j : job.N - 1) - bytes.n0) * stride;
-  const int8_t* x = job.x + m0 * ldx;
-  const int64_t whole = end - row[3] - kIntBytes;  // the last place where the vectors of all rows are those of w
-  for (int64_t at = 0; at < bytes.length; at += kIntBytes, x += kIntBytes * kVectors, sums += kPieces) {
-    U w[4][kVectors];
-    UNROLL for (int j = 0; j < 4; ++j) w[j][0] = at <= whole ? LoadI(row[j] + at) : LoadSome(row[j] + at, end - row[j] - at);
-    UNROLL for (int j = 0; kBits != kDecoded && j < 4; ++j) __builtin_prefetch(row[j] + (at + ahead), 0, 2);
-    if (is_flipped) {
-      UNROLL for (int j = 0; j < 4; ++j) w[j][0] ^= flip;
-    }
-    UNROLL for (int j = 0; kBits == 4 && j < 4; ++j) w[j][kVectors - 1] = (w[j][0] >> 4) & low, w[j][0] &= low;
-    if (kBits == 4 && !is_flipped) {
-      UNROLL for (int j = 0; j < 4; ++j) {
-        UNROLL for (int i = 0; i < kVectors; ++i) w[j][i] = Looked(table, w[j][i]);
-      }
-    }
-    for (int64_t m = 0; m < rows; ++m) {
-      U v[4];
-      U of_x[kVectors];
-      UNROLL for (int i = 0; i < kVectors; ++i) of_x[i] = LoadI(x + m * ldx + i * kIntBytes);
-      UNROLL for (int j = 0; j < 4; ++j) v[j] = AddProducts<kBits>(SameI(0), w[j], of_x);
-      const U a = PairsI(v[0], v[1]), b = PairsI(v[2], v[3]);
-      if constexpr (kPieces == 1) sums[m * ld] = PairsI(a, b);
-      else sums[m * ld] = EvenI(a, b), sums[m * ld + 1] = OddI(a, b);
-    }
+  const bool is_whole = at <= end - row[3] - kIntBytes;
+  UNROLL for (int j = 0; j < 4; ++j) w[j][0] = is_whole ? LoadI(row[j] + at) : LoadSome(row[j] + at, end - row[j] - at);
+  if constexpr (kBits == kDecoded) return;
+  UNROLL for (int j = 0; j < 4; ++j) __builtin_prefetch(row[j] + (at + ahead), 0, 2);
+  if (kBits == 8 || job.is_flipped) {
+    const U flip = SameBytes(kBits == 4 ? job.flip * 0x11 : job.flip);
+    UNROLL for (int j = 0; j < 4; ++j) w[j][0] ^= flip;
+  }
+  if constexpr (kBits == 8) return;
+  const U low = SameI(0x0F0F0F0F);
+  UNROLL for (int j = 0; j < 4; ++j) w[j][kVectors - 1] = (w[j][0] >> 4) & low, w[j][0] &= low;
+  if (job.is_flipped) return;
+  const U table = TableI(job.numbers);
+  UNROLL for (int j = 0; j < 4; ++j) {
+    UNROLL for (int i = 0; i < kVectors; ++i) w[j][i] = Looked(table, w[j][i]);
   }
 }
 
-// kLanes outputs of row m of x from n0 on, of the sums of their rows of w: those of four rows are `ld` vectors after the last four's.
-template <int kBits, int kPieces>
-static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t length, int64_t n0, int64_t m, const U* sums,
-                      int64_t ld) {
-  const int64_t blocks = job.blocks();
-  const BlockOfX *x = job.x_blocks + m * blocks, *end = x + blocks;
+// kLanes outputs of kRows rows of x, from n0 and m0 on. kPieces: blocks that a quarter of a register has a part of. The last vector of
+// a row of w may have bytes of the next one, where x is zero.
+template <int kBits, int kPieces, int kRows>
+static void BlockOutputs(const BlockJob& job, const BlockBytes& bytes, const BlockScales& scales, int64_t n0, int64_t m0) {
+  constexpr int kVectors = kBits == 4 ? 2 : 1, kCodeBits = kBits == kDecoded ? 8 : kBits;
+  const int64_t ldx = BlockRowBytes(job), blocks = job.blocks(), parts = job.block * kCodeBits * kPieces / 128;
+  const uint8_t *row[kLanes], *end = bytes.first + (job.N - bytes.n0) * bytes.stride;  // of the last row
+  for (int i = 0; i < kLanes; ++i) row[i] = bytes.first + ((n0 + i < job.N ? n0 + i : job.N - 1) - bytes.n0) * bytes.stride;
+  const int8_t* x = job.x + m0 * ldx;
+  const BlockOfX *of_x = job.x_blocks + m0 * blocks, *last = of_x + blocks;
   const float *scale = scales.scale, *zero = scales.zero;
   const Zero role = job.w.role;
-  constexpr int kCodeBits = kBits == kDecoded ? 8 : kBits;
-  const int64_t parts = job.block * kCodeBits * kPieces / 128;
+  U block[kRows];
+  V total[kRows];
+  UNROLL for (int m = 0; m < kRows; ++m) block[m] = SameI(0), total[m] = Same(-0.0f);  // which changes no number that is added to it
   int64_t left = parts;  // of the current block
-  V total = Same(-0.0f);  // which changes no number that is added to it, 0 neither
-  U block = SameI(0);
-  for (int64_t at = 0; at < length; at += kIntBytes, sums += kPieces) {
-    U of_quarter[kPieces][kQuarters];
-    UNROLL for (int piece = 0; piece < kPieces; ++piece) {
-      UNROLL for (int q = 0; q < kQuarters; ++q) of_quarter[piece][q] = sums[q * ld + piece];
-      TransposeQuarters(of_quarter[piece]);
+  const auto end_block = [&] {
+    UNROLL for (int m = 0; m < kRows; ++m) {
+      total[m] = EndBlock(role, scale, zero, of_x[m * blocks], block[m], total[m]);
+      block[m] = SameI(0);
+    }
+    left = parts, ++of_x, scale += kLanes, zero += kLanes;
+  };
+  for (int64_t at = 0; at < bytes.length; at += kIntBytes, x += kIntBytes * kVectors) {
+    U of_quarter[kRows][kPieces][kQuarters];
+    UNROLL for (int q = 0; q < kQuarters; ++q) {
+      U w[4][kVectors];
+      LoadRows<kBits>(job, row + 4 * q, at, bytes.ahead, end, w);
+      UNROLL for (int m = 0; m < kRows; ++m) {
+        U v[4], from_x[kVectors];
+        UNROLL for (int i = 0; i < kVectors; ++i) from_x[i] = LoadI(x + m * ldx + i * kIntBytes);
+        UNROLL for (int j = 0; j < 4; ++j) v[j] = AddProducts<kBits>(SameI(0), w[j], from_x);
+        const U a = PairsI(v[0], v[1]), b = PairsI(v[2], v[3]);
+        if constexpr (kPieces == 1) of_quarter[m][0][q] = PairsI(a, b);
+        else of_quarter[m][0][q] = EvenI(a, b), of_quarter[m][1][q] = OddI(a, b);
+      }
+    }
+    UNROLL for (int m = 0; m < kRows; ++m) {
+      UNROLL for (int piece = 0; piece < kPieces; ++piece) TransposeQuarters(of_quarter[m][piece]);
     }
     UNROLL for (int i = 0; i < kQuarters * kPieces; ++i) {
-      if (x == end) break;
-      block += of_quarter[i % kPieces][i / kPieces];
-      if (--left > 0) continue;
-      total = EndBlock(role, scale, zero, *x, block, total);
-      block = SameI(0), left = parts, ++x, scale += kLanes, zero += kLanes;
+      if (of_x == last) break;
+      UNROLL for (int m = 0; m < kRows; ++m) block[m] += of_quarter[m][i % kPieces][i / kPieces];
+      if (--left == 0) end_block();
     }
   }
-  if (x != end) total = EndBlock(role, scale, zero, *x, block, total);  // a last block, shorter than the others
-  if (ScalesLast(job)) total = Mul(total, Same(job.x_scale.At(m, 0)));
-  float y[kLanes];
-  Store(y, total);
-  for (int64_t i = 0; i < kLanes && n0 + i < job.N; ++i) StoreFloat(job.y, job.y_kind, m * job.N + n0 + i, y[i]);
+  if (of_x != last) end_block();  // shorter than the others
+  for (int m = 0; m < kRows; ++m) {
+    if (ScalesLast(job)) total[m] = Mul(total[m], Same(job.x_scale.At(m0 + m, 0)));
+    float y[kLanes];
+    Store(y, total[m]);
+    for (int64_t i = 0; i < kLanes && n0 + i < job.N; ++i) StoreFloat(job.y, job.y_kind, (m0 + m) * job.N + n0 + i, y[i]);
+  }
 }
 
-// kPieces: blocks that a quarter of a register has a part of.
+// kLanes outputs of all rows of x.
 template <int kBits, int kPieces>
-static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t n0, U* sums, uint8_t* decoded) {
+static void BlockOutputsOf(const BlockJob& job, const BlockScales& scales, int64_t n0, uint8_t* decoded) {
   BlockBytes bytes{job.w.codes, 0, job.w.row_stride, job.w.row_stride, PrefetchDistance(job.w.row_stride)};
-  if constexpr (kBits == kDecoded) bytes = {decoded, n0, DecodedBytes(job), DecodedStride(job), 0};
-  const int64_t ld = (bytes.length + kIntBytes - 1) / kIntBytes * kPieces;
-  for (int64_t m0 = 0; m0 < job.M; m0 += kBlockRows) {
-    const int64_t rows = job.M - m0 < kBlockRows ? job.M - m0 : kBlockRows;
-    for (int64_t q = 0; q < kQuarters; ++q) {
-      for (int64_t i = 4 * q; kBits == kDecoded && m0 == 0 && i < 4 * q + 4 && n0 + i < job.N; ++i) {
-        DecodeBytes<kSignedBytes>(job, n0 + i, decoded + i * bytes.stride);
-      }
-      FourRows<kBits, kPieces>(job, bytes, n0 + 4 * q, m0, rows, sums + q * ld, kQuarters * ld);
-    }
-    for (int64_t m = 0; m < rows; ++m) {
-      EndBlocks<kBits, kPieces>(job, scales, bytes.length, n0, m0 + m, sums + m * kQuarters * ld, ld);
-    }
+  if constexpr (kBits == kDecoded) {
+    bytes = {decoded, n0, DecodedBytes(job), DecodedStride(job), 0};
+    for (int64_t i = 0; i < kLanes && n0 + i < job.N; ++i) DecodeBytes<kSignedBytes>(job, n0 + i, decoded + i * bytes.stride);
   }
+  int64_t m = 0;
+  for (; m + 4 <= job.M; m += 4) BlockOutputs<kBits, kPieces, 4>(job, bytes, scales, n0, m);
+  for (; m + 2 <= job.M; m += 2) BlockOutputs<kBits, kPieces, 2>(job, bytes, scales, n0, m);
+  if (m < job.M) BlockOutputs<kBits, kPieces, 1>(job, bytes, scales, n0, m);
 }
 
 static int64_t BlockChunks(const BlockJob& job) { return (job.N + kBlockOutputs - 1) / kBlockOutputs; }
@@ -295,17 +294,13 @@ static int64_t BlockChunks(const BlockJob& job) { return (job.N + kBlockOutputs 
 static void RunBlocks(const BlockJob& job, int64_t chunk) {
   const int64_t room = BlockScales::Room(job) * kLanes, end = (chunk + 1) * kBlockOutputs;
   const bool is_decoded = IsDecoded(job);
-  const int64_t length = is_decoded ? DecodedBytes(job) : job.w.row_stride, vector_count = (length + kIntBytes - 1) / kIntBytes;
-  const int64_t vectors = 2 * kBlockRows * kQuarters * vector_count;
-  const int64_t decoded_floats = is_decoded ? kLanes * DecodedStride(job) / 4 : 0;
-  float* rest = Workspace(3 * room + vectors * kLanes + decoded_floats);
+  float* rest = Workspace(3 * room + (is_decoded ? kLanes * DecodedStride(job) / 4 : 0));
   const BlockScales scales{rest + room, rest + 2 * room};
-  const auto outputs = is_decoded                 ? BlockOutputs<kDecoded, 1>
-                       : job.w.bits == 8          ? BlockOutputs<8, 1>
-                       : job.block % 32 != 0 ? BlockOutputs<4, 2>
-                                                  : BlockOutputs<4, 1>;
-  float* sums = rest + 3 * room;
-  uint8_t* decoded = reinterpret_cast<uint8_t*>(sums + vectors * kLanes);
+  uint8_t* decoded = reinterpret_cast<uint8_t*>(rest + 3 * room);
+  const auto outputs = is_decoded            ? BlockOutputsOf<kDecoded, 1>
+                       : job.w.bits == 8     ? BlockOutputsOf<8, 1>
+                       : job.block % 32 != 0 ? BlockOutputsOf<4, 2>
+                                             : BlockOutputsOf<4, 1>;
   const bool has_zero = job.w.role != Zero::kNone;
   const int64_t ahead = PrefetchDistance(job.w.row_stride) / job.w.row_stride;
   for (int64_t n0 = chunk * kBlockOutputs; n0 < end && n0 < job.N; n0 += kLanes) {
@@ -313,6 +308,6 @@ static void RunBlocks(const BlockJob& job, int64_t chunk) {
     if (has_zero && n0 + ahead < job.N) BlockScales::Prefetch(job, job.w.zero, n0 + ahead);
     BlockScales::Load(job, job.w.scale, job.w.unit, n0, rest, scales.scale);
     if (has_zero) BlockScales::Load(job, job.w.zero, 1.0f, n0, rest, scales.zero);
-    outputs(job, scales, n0, reinterpret_cast<U*>(sums), decoded);
+    outputs(job, scales, n0, decoded);
   }
 }
