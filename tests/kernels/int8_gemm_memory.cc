@@ -136,7 +136,7 @@ static int BlockFailures(int number) {
     const Isa isa = ByteDotIsaOf(level);
     const Kernels kernels = KernelsFor(isa);
     std::vector<float> y(job.M * job.N, -1.0f);
-    std::vector<int32_t> sums(job.M * blocks);
+    std::vector<BlockOfX> x_blocks(job.M * blocks);
     job.y = y.data();
     if (by_panels) {
       IntegerJob panels = kernels.panels_of(job);
@@ -153,8 +153,8 @@ static int BlockFailures(int number) {
       continue;
     } else {
       std::vector<int8_t> laid(job.M * kernels.block_row_bytes(job));
-      for (int64_t m = 0; m < job.M; ++m) kernels.lay_blocks(job, x.data(), m, laid.data(), sums.data());
-      job.x = laid.data(), job.x_sums = sums.data();
+      job.x = laid.data(), job.x_blocks = x_blocks.data();
+      for (int64_t m = 0; m < job.M; ++m) kernels.lay_blocks(job, x.data(), m, laid.data());
       for (int64_t chunk = 0; chunk < kernels.block_chunks(job); ++chunk) kernels.run_blocks(job, chunk);
     }
     const bool scales_last = blocks > 1 && !is_tiled, fuses = !FEWBIT_X86 || level > 0;

@@ -83,8 +83,11 @@ inline Isa IsaOf(int64_t level) {
 // Whether AVX2 has VNNI. Machines with AVX-512 may lack that form of it: Ice Lake and Zen 4 do.
 inline bool HasAvxVnni() {
 #if FEWBIT_X86 && FEWBIT_KNOWS_AVXVNNI
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return BestIsa() != Isa::kPortable && !IsLimitedTo("avx2") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+  static const bool has = [] {  // a virtual machine takes microseconds for the instruction that tells
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return BestIsa() != Isa::kPortable && !IsLimitedTo("avx2") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+  }();
+  return has;
 #else
   return false;
 #endif
@@ -93,7 +96,8 @@ inline bool HasAvxVnni() {
 // Whether an arm64 has sdot.
 inline bool HasDotprod() {
 #if FEWBIT_ARM64 && defined(__linux__)
-  return !IsLimitedTo("portable") && (getauxval(AT_HWCAP) & (1ul << 20));  // HWCAP_ASIMDDP
+  static const bool has = !IsLimitedTo("portable") && (getauxval(AT_HWCAP) & (1ul << 20));  // HWCAP_ASIMDDP
+  return has;
 #elif FEWBIT_ARM64 && defined(__APPLE__)
   return !IsLimitedTo("portable");  // every Mac with arm64 has it
 #else
@@ -104,12 +108,16 @@ inline bool HasDotprod() {
 // Whether an arm64 with sdot has smmla, too.
 inline bool HasI8mm() {
 #if FEWBIT_ARM64 && FEWBIT_KNOWS_I8MM && defined(__linux__)
-  return HasDotprod() && !IsLimitedTo("dotprod") && (getauxval(AT_HWCAP2) & (1ul << 13));  // HWCAP2_I8MM
+  static const bool has = HasDotprod() && !IsLimitedTo("dotprod") && (getauxval(AT_HWCAP2) & (1ul << 13));  // HWCAP2_I8MM
+  return has;
 #elif FEWBIT_ARM64 && FEWBIT_KNOWS_I8MM && defined(__APPLE__)
-  int found = 0;  // every M2 and later
-  size_t size = sizeof(found);
-  return HasDotprod() && !IsLimitedTo("dotprod") &&
-         sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0 && found != 0;
+  static const bool has = [] {  // every M2 and later
+    int found = 0;
+    size_t size = sizeof(found);
+    return HasDotprod() && !IsLimitedTo("dotprod") &&
+           sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0 && found != 0;
+  }();
+  return has;
 #else
   return false;
 #endif

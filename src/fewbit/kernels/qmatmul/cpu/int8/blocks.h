@@ -190,47 +190,43 @@ static inline V EndBlock(Zero role, const float* scale, const float* zero, const
   return role == Zero::kOffset ? MulAdd(Load(zero), Same(x.offset), total) : total;
 }
 
-// Where rows of w are read: in place, or decoded.
+// Where kLanes rows of w are read: in place, decoded, or copied. A vector that begins in the last one can be read.
 struct BlockBytes {
-  const uint8_t* first;  // of row `n0`
-  int64_t n0, length, stride, ahead;  // `ahead`: how far to prefetch
+  const uint8_t* first;
+  int64_t length, stride, ahead;  // `ahead`: how far to prefetch
 };
 
-// Four rows of w at one place, as numbers: those of 4 bits are two vectors. `rest`: bytes from there to the end of w, of each row;
-// where they are fewer than a vector, zeros follow them.
-template <int kBits>
-INLINE void LoadRows(const BlockJob& job, const uint8_t* const* row, int64_t at, int64_t ahead, const uint8_t* end,
-                     U (&w)[4][kBits == 4 ? 2 : 1]) {
-  constexpr int kVectors = kBits == 4 ? 2 : 1;
-  const bool is_whole = at <= end - row[3] - kIntBytes;
-  UNROLL for (int j = 0; j < 4; ++j) w[j][0] = is_whole ? LoadI(row[j] + at) : LoadSome(row[j] + at, end - row[j] - at);
-  if constexpr (kBits == kDecoded) return;
-  UNROLL for (int j = 0; j < 4; ++j) __builtin_prefetch(row[j] + (at + ahead), 0, 2);
-  if (kBits == 8 || job.is_flipped) {
-    const U flip = SameBytes(kBits == 4 ? job.flip * 0x11 : job.flip);
-    UNROLL for (int j = 0; j < 4; ++j) w[j][0] ^= flip;
+// The numbers of codes: those of 4 bits are looked up, unless they only have some bits flipped.
+template <int kBits, bool kIsLooked>
+struct NumbersOfCodes {
+  static constexpr int kVectors = kBits == 4 ? 2 : 1;
+  U table_or_flip;
+
+  explicit NumbersOfCodes(const BlockJob& job)
+      : table_or_flip(kIsLooked ? TableI(job.numbers) : SameBytes(kBits == 4 ? job.flip * 0x11 : job.flip)) {}
+
+  INLINE_MEMBER void Of(U codes, U (&w)[kVectors]) const {
+    w[0] = kBits == kDecoded || kIsLooked ? codes : codes ^ table_or_flip;
+    if constexpr (kBits == 4) {
+      const U low = SameI(0x0F0F0F0F);
+      w[1] = (w[0] >> 4) & low, w[0] &= low;
+      if constexpr (kIsLooked) w[0] = Looked(table_or_flip, w[0]), w[1] = Looked(table_or_flip, w[1]);
+    }
   }
-  if constexpr (kBits == 8) return;
-  const U low = SameI(0x0F0F0F0F);
-  UNROLL for (int j = 0; j < 4; ++j) w[j][kVectors - 1] = (w[j][0] >> 4) & low, w[j][0] &= low;
-  if (job.is_flipped) return;
-  const U table = TableI(job.numbers);
-  UNROLL for (int j = 0; j < 4; ++j) {
-    UNROLL for (int i = 0; i < kVectors; ++i) w[j][i] = Looked(table, w[j][i]);
-  }
-}
+};
 
 // kLanes outputs of kRows rows of x, from n0 and m0 on. kPieces: blocks that a quarter of a register has a part of. The last vector of
 // a row of w may have bytes of the next one, where x is zero.
-template <int kBits, int kPieces, int kRows>
+template <int kBits, bool kIsLooked, int kPieces, int kRows>
 static void BlockOutputs(const BlockJob& job, const BlockBytes& bytes, const BlockScales& scales, int64_t n0, int64_t m0) {
   constexpr int kVectors = kBits == 4 ? 2 : 1, kCodeBits = kBits == kDecoded ? 8 : kBits;
+  const NumbersOfCodes<kBits, kIsLooked> numbers(job);
   const int64_t ldx = BlockRowBytes(job), blocks = job.blocks(), parts = job.block * kCodeBits * kPieces / 128;
-  const uint8_t *row[kLanes], *end = bytes.first + (job.N - bytes.n0) * bytes.stride;  // of the last row
-  for (int i = 0; i < kLanes; ++i) row[i] = bytes.first + ((n0 + i < job.N ? n0 + i : job.N - 1) - bytes.n0) * bytes.stride;
+  const int64_t stride = bytes.stride, ahead = bytes.ahead;
   const int8_t* x = job.x + m0 * ldx;
   const BlockOfX *of_x = job.x_blocks + m0 * blocks, *last = of_x + blocks;
-  const float *scale = scales.scale, *zero = scales.zero;
+  const float* scale = scales.scale;
+  const int64_t to_zero = scales.zero - scales.scale;
   const Zero role = job.w.role;
   U block[kRows];
   V total[kRows];
@@ -238,16 +234,19 @@ static void BlockOutputs(const BlockJob& job, const BlockBytes& bytes, const Blo
   int64_t left = parts;  // of the current block
   const auto end_block = [&] {
     UNROLL for (int m = 0; m < kRows; ++m) {
-      total[m] = EndBlock(role, scale, zero, of_x[m * blocks], block[m], total[m]);
+      total[m] = EndBlock(role, scale, scale + to_zero, of_x[m * blocks], block[m], total[m]);
       block[m] = SameI(0);
     }
-    left = parts, ++of_x, scale += kLanes, zero += kLanes;
+    left = parts, ++of_x, scale += kLanes;
   };
-  for (int64_t at = 0; at < bytes.length; at += kIntBytes, x += kIntBytes * kVectors) {
+  const uint8_t *place = bytes.first, *end = place + bytes.length;
+  for (; place < end; place += kIntBytes, x += kIntBytes * kVectors) {
     U of_quarter[kRows][kPieces][kQuarters];
-    UNROLL for (int q = 0; q < kQuarters; ++q) {
+    const uint8_t* row = place;
+    UNROLL for (int q = 0; q < kQuarters; ++q, row += 4 * stride) {
       U w[4][kVectors];
-      LoadRows<kBits>(job, row + 4 * q, at, bytes.ahead, end, w);
+      UNROLL for (int j = 0; j < 4; ++j) numbers.Of(LoadI(row + j * stride), w[j]);
+      UNROLL for (int j = 0; kBits != kDecoded && j < 4; ++j) __builtin_prefetch(row + ahead + j * stride, 0, 2);
       UNROLL for (int m = 0; m < kRows; ++m) {
         U v[4], from_x[kVectors];
         UNROLL for (int i = 0; i < kVectors; ++i) from_x[i] = LoadI(x + m * ldx + i * kIntBytes);
@@ -275,32 +274,50 @@ static void BlockOutputs(const BlockJob& job, const BlockBytes& bytes, const Blo
   }
 }
 
-// kLanes outputs of all rows of x.
-template <int kBits, int kPieces>
-static void BlockOutputsOf(const BlockJob& job, const BlockScales& scales, int64_t n0, uint8_t* decoded) {
-  BlockBytes bytes{job.w.codes, 0, job.w.row_stride, job.w.row_stride, PrefetchDistance(job.w.row_stride)};
+// Bytes of `scratch` below.
+static int64_t ScratchBytes(const BlockJob& job) {
+  return kLanes * (IsDecoded(job) ? DecodedStride(job) : job.w.row_stride) + kIntBytes;
+}
+
+// The rows of w from n0 on; what is beyond the last one may be anything.
+template <int kBits>
+static BlockBytes RowsFrom(const BlockJob& job, int64_t n0, uint8_t* scratch) {
+  const int64_t rows = job.N - n0 < kLanes ? job.N - n0 : kLanes, stride = job.w.row_stride;
   if constexpr (kBits == kDecoded) {
-    bytes = {decoded, n0, DecodedBytes(job), DecodedStride(job), 0};
-    for (int64_t i = 0; i < kLanes && n0 + i < job.N; ++i) DecodeBytes<kSignedBytes>(job, n0 + i, decoded + i * bytes.stride);
+    const BlockBytes bytes{scratch, DecodedBytes(job), DecodedStride(job), 0};
+    for (int64_t i = 0; i < rows; ++i) DecodeBytes<kSignedBytes>(job, n0 + i, scratch + i * bytes.stride);
+    return bytes;
   }
+  const uint8_t* first = job.w.codes + n0 * stride;
+  const int64_t read = (kLanes - 1) * stride + (stride + kIntBytes - 1) / kIntBytes * kIntBytes, there = (job.N - n0) * stride;
+  if (read <= there) return {first, stride, stride, PrefetchDistance(stride)};
+  std::memcpy(scratch, first, rows * stride);
+  return {scratch, stride, stride, 0};
+}
+
+// kLanes outputs of all rows of x.
+template <int kBits, bool kIsLooked, int kPieces>
+static void AllBlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t n0, uint8_t* scratch) {
+  const BlockBytes bytes = RowsFrom<kBits>(job, n0, scratch);
   int64_t m = 0;
-  for (; m + 4 <= job.M; m += 4) BlockOutputs<kBits, kPieces, 4>(job, bytes, scales, n0, m);
-  for (; m + 2 <= job.M; m += 2) BlockOutputs<kBits, kPieces, 2>(job, bytes, scales, n0, m);
-  if (m < job.M) BlockOutputs<kBits, kPieces, 1>(job, bytes, scales, n0, m);
+  for (; m + 4 <= job.M; m += 4) BlockOutputs<kBits, kIsLooked, kPieces, 4>(job, bytes, scales, n0, m);
+  for (; m + 2 <= job.M; m += 2) BlockOutputs<kBits, kIsLooked, kPieces, 2>(job, bytes, scales, n0, m);
+  if (m < job.M) BlockOutputs<kBits, kIsLooked, kPieces, 1>(job, bytes, scales, n0, m);
 }
 
 static int64_t BlockChunks(const BlockJob& job) { return (job.N + kBlockOutputs - 1) / kBlockOutputs; }
 
 static void RunBlocks(const BlockJob& job, int64_t chunk) {
+  typedef void (*Outputs)(const BlockJob&, const BlockScales&, int64_t, uint8_t*);
   const int64_t room = BlockScales::Room(job) * kLanes, end = (chunk + 1) * kBlockOutputs;
-  const bool is_decoded = IsDecoded(job);
-  float* rest = Workspace(3 * room + (is_decoded ? kLanes * DecodedStride(job) / 4 : 0));
+  float* rest = Workspace(3 * room + (ScratchBytes(job) + 3) / 4);
   const BlockScales scales{rest + room, rest + 2 * room};
-  uint8_t* decoded = reinterpret_cast<uint8_t*>(rest + 3 * room);
-  const auto outputs = is_decoded            ? BlockOutputsOf<kDecoded, 1>
-                       : job.w.bits == 8     ? BlockOutputsOf<8, 1>
-                       : job.block % 32 != 0 ? BlockOutputsOf<4, 2>
-                                             : BlockOutputsOf<4, 1>;
+  uint8_t* scratch = reinterpret_cast<uint8_t*>(rest + 3 * room);
+  static const Outputs of_4_bits[2][2] = {{AllBlockOutputs<4, false, 1>, AllBlockOutputs<4, false, 2>},
+                                          {AllBlockOutputs<4, true, 1>, AllBlockOutputs<4, true, 2>}};
+  const Outputs outputs = IsDecoded(job)    ? AllBlockOutputs<kDecoded, false, 1>
+                          : job.w.bits == 8 ? AllBlockOutputs<8, false, 1>
+                                            : of_4_bits[!job.is_flipped][job.block % 32 != 0];
   const bool has_zero = job.w.role != Zero::kNone;
   const int64_t ahead = PrefetchDistance(job.w.row_stride) / job.w.row_stride;
   for (int64_t n0 = chunk * kBlockOutputs; n0 < end && n0 < job.N; n0 += kLanes) {
@@ -308,6 +325,6 @@ static void RunBlocks(const BlockJob& job, int64_t chunk) {
     if (has_zero && n0 + ahead < job.N) BlockScales::Prefetch(job, job.w.zero, n0 + ahead);
     BlockScales::Load(job, job.w.scale, job.w.unit, n0, rest, scales.scale);
     if (has_zero) BlockScales::Load(job, job.w.zero, 1.0f, n0, rest, scales.zero);
-    outputs(job, scales, n0, decoded);
+    outputs(job, scales, n0, scratch);
   }
 }
