@@ -133,18 +133,20 @@ static inline void TilesOfLanes(int64_t tile, int64_t cols, int64_t begin, int64
   }
 }
 
-// Integers, signed or not, without a table: with a code in its low bits, the bits of 2**23 are a float from which a subtraction
-// leaves the number, and a flipped sign bit makes a signed code an unsigned one, less 2**(kBits - 1).
+// Integers, signed or not, without a table: with a code from bit `place` on, the bits of 2**(23 - place) are a float from which a
+// subtraction leaves the number, and a flipped sign bit makes a signed code an unsigned one, less 2**(kBits - 1). So codes below the
+// exponent's bits need no shift, and those above share one.
 template <int kBits>
 struct Whole {
-  W16 flip;
-  V16 bias;
-  static Whole Of(const Weight& w) {
-    const uint32_t sign = w.kind == Codes::kSigned ? 1u << (kBits - 1) : 0;
-    return {SameWord(0x4B000000u | sign), Same16(8388608.0f + static_cast<float>(sign))};
-  }
-  V16 At(const W16& raw, int shift) const {
-    return Sub(AsFloats(Flipped(ShiftRight(raw, shift), SameWord((1u << kBits) - 1), flip)), bias);
+  uint32_t sign;
+  static constexpr int kHighest = 23 - kBits, kDown = (kHighest / kBits + 1) * kBits;
+  static Whole Of(const Weight& w) { return {w.kind == Codes::kSigned ? 1u << (kBits - 1) : 0}; }
+  INLINE_MEMBER V16 At(const W16& raw, int shift) const {
+    const int down = shift <= kHighest ? 0 : shift >= kDown ? kDown : shift, place = shift - down;
+    const uint32_t float_bits = static_cast<uint32_t>(150 - place) << 23;
+    const float bias = static_cast<float>((1u << (23 - place)) + sign);
+    const W16 words = down == 0 ? raw : ShiftRight(raw, down);
+    return Sub(AsFloats(Flipped(words, SameWord(((1u << kBits) - 1) << place), SameWord(float_bits | sign << place))), Same16(bias));
   }
 };
 
