@@ -169,9 +169,13 @@ struct BlockScales {
     const int64_t tiles = job.w.tiles_per_row, room = (tiles + kLanes - 1) / kLanes * kLanes;
     const bool is_run = job.w.row_tile == 1 && n0 + kLanes <= job.N;
     if (is_run && SizeOf(stored.type) == 2) {
-      // The columns are taken from a copy: rows that are far from one another are not what the processor fetches ahead.
-      std::memcpy(rest, static_cast<const uint16_t*>(stored.data) + n0 * tiles, kLanes * tiles * 2);
-      const uint16_t* rows = reinterpret_cast<const uint16_t*>(rest);
+      // Rows of several lines are copied first: lines in order are what the processor fetches ahead. Shorter ones are not: loads
+      // across what two stores have just written wait for them.
+      const uint16_t* rows = static_cast<const uint16_t*>(stored.data) + n0 * tiles;
+      const int64_t read = (tiles + kShorts - 1) / kShorts * kShorts;  // of the last row: into the next one
+      if (2 * tiles > 64 || (job.N - n0 - kLanes) * tiles < read - tiles) {
+        rows = static_cast<const uint16_t*>(std::memcpy(rest, rows, kLanes * tiles * 2));
+      }
       return stored.type == ScaleType::kBF16 ? LoadShorts<true>(rows, tiles, unit, out) : LoadShorts<false>(rows, tiles, unit, out);
     }
     if (is_run) LoadScales(stored, n0 * tiles, kLanes * tiles, unit, rest);
