@@ -5,7 +5,7 @@
 // each vector of x, and a tree of additions turns their lanes into one sum for each row and quarter. As many rows as there are lanes
 // are multiplied at each place; then their sums change places, so that a vector has one block of all rows, and a block ends with one
 // conversion and one multiply-add, whose latency the products at the next place hide. Codes of 4 bits are looked up in a register, which serves every format of small integers. Codes of
-// other widths are decoded to bytes first, four rows at a time (decode_bytes.h), and those of 8 bits are multiplied as they are.
+// other widths are decoded to bytes first (decode_bytes.h), and those of 8 bits are multiplied as they are.
 //
 // Blocks are added in order, with the operations of the panels (gemm.h): an output has the same bits in both.
 
