@@ -4,8 +4,9 @@
 // A quarter of a register, 16 bytes of w, is a piece of one block, or of two where blocks are 8 bytes. Four rows of w are multiplied by
 // each vector of x, and a tree of additions turns their lanes into one sum for each row and quarter. As many rows as there are lanes
 // are multiplied at each place; then their sums change places, so that a vector has one block of all rows, and a block ends with one
-// conversion and one multiply-add, whose latency the products at the next place hide. Codes of 4 bits are looked up in a register, which serves every format of small integers. Codes of
-// other widths are decoded to bytes first (decode_bytes.h), and those of 8 bits are multiplied as they are.
+// conversion and one multiply-add, whose latency the products at the next place hide. Codes of 4 bits that have some bits flipped are
+// unflipped, others are looked up in a register, which serves every format of small integers. Codes of other widths are decoded to
+// bytes first (decode_bytes.h), and those of 8 bits are multiplied as they are.
 //
 // Blocks are added in order, with the operations of the panels (gemm.h): an output has the same bits in both.
 
