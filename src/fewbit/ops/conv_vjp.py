@@ -1,4 +1,4 @@
-"""The gradients of a convolution as convolutions of arrays in any dtype, and the patches of its images.
+"""The gradients of a convolution as convolutions, and the patches of its images.
 
 So codes are convolved in the backward pass, too. For one group and one spatial axis,
 with stride `t`, dilations `l` of the images and `r` of the kernel, and padding from `a`,

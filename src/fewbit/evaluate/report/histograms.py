@@ -1,4 +1,4 @@
-"""The section of weight histograms: those of the worst weights, and one that the reader chooses."""
+"""The report's weight histograms: the worst weights, and one to choose."""
 
 import base64
 import json

@@ -73,8 +73,8 @@ INLINE void Transpose(V (&v)[kLanes]) {
 }
 #endif
 
-// kShorts numbers of 16 bits of each of kLanes rows, `stride` apart: column i has number i of every row. In each quarter, those of four
-// rows are interleaved; then the quarters of one column are put together.
+// Transposes kLanes rows, `stride` numbers apart, of kShorts numbers of 16 bits each: column i has number i of every row. In each 128
+// bits the numbers of four rows are interleaved; then those of one column are put together.
 constexpr int kShorts = 8;
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 static inline void ShortsOfRows(const uint16_t* rows, int64_t stride, H (&column)[kShorts]) {

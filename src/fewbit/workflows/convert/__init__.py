@@ -1,1 +1,1 @@
-"""Writing a model in the layout of another program, and what is recorded of its source."""
+"""Writing a model in another program's layout, and recording its source."""

@@ -1,4 +1,4 @@
-"""The source that a model was quantized from: where it is on this machine, and what the manifest says of it.
+"""The source of a quantized model: its path here, and its manifest entry.
 
 A manifest has the source's name and the hashes of its files, but not its path: the same inputs give the same bytes in every
 folder and on every machine. The path is in a file of its own next to the output, `.<name>.fewbit-source`.

@@ -76,11 +76,9 @@ static int32_t SumOfBytes(const int8_t* x, int64_t count) {
   U four = SameI(0);
   int64_t i = 0;
   for (; i + kIntBytes <= count; i += kIntBytes) four = Dot4(four, ones, LoadI(x + i));
-  int32_t lane[kLanes], sum = 0;
-  for (; i < count; ++i) sum += x[i];
-  StoreI(lane, four);
-  for (int j = 0; j < kLanes; ++j) sum += lane[j];
-  return sum;
+  int32_t rest = 0;
+  for (; i < count; ++i) rest += x[i];
+  return rest + static_cast<int32_t>(SumOfInts(four));
 }
 
 // Bytes of a row of x as `LayBlocks` lays it out.
