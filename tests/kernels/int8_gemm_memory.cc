@@ -116,7 +116,16 @@ static int BlockFailures(int number) {
   for (float& scale : x_scale) scale = static_cast<float>(Any(1, 100)) / 37;
   for (float& zero : w_zero) zero = static_cast<float>(Any(-9, 9));
   job.w.codes = codes.data();
-  job.w.scale = {ScaleType::kF32, w_scale.data(), nullptr}, job.w.zero = {ScaleType::kF32, w_zero.data(), nullptr};
+  const ScaleType type = static_cast<ScaleType>(Any(0, 2));  // floats of 32 bits, or of 16, in which all these numbers are exact
+  const auto shortened = [&](const std::vector<float>& numbers) {
+    std::vector<uint16_t> bits_of(numbers.size());
+    for (size_t i = 0; i < numbers.size(); ++i) bits_of[i] = type == ScaleType::kBF16 ? BrainOf(numbers[i]) : HalfOf(numbers[i]);
+    return bits_of;
+  };
+  const std::vector<uint16_t> short_scale = shortened(w_scale), short_zero = shortened(w_zero);
+  const bool is_short = type != ScaleType::kF32;
+  job.w.scale = {type, is_short ? static_cast<const void*>(short_scale.data()) : w_scale.data(), nullptr};
+  job.w.zero = {type, is_short ? static_cast<const void*>(short_zero.data()) : w_zero.data(), nullptr};
   job.x_scale = {x_scale.data(), 1, is_tiled ? blocks : 1, is_tiled};
   if (is_byte) SetNumbers(is_signed, &job);
   else SetNumbers(of_codes.data(), &job);
