@@ -253,6 +253,7 @@ def test_stacked_slices_are_the_arrays_themselves(name: str):
 
     _, scanned = jax.lax.scan(step, None, stacked)
     np.testing.assert_array_equal(scanned, np.stack(list(dense.values())))
+    np.testing.assert_array_equal(fb.dequantize(stacked), scanned)
     sliced = stacked[1:3]
     np.testing.assert_array_equal(laws.numpy_dequantize(sliced[0]), dense["zeros"])
     np.testing.assert_array_equal(laws.numpy_dequantize(sliced), np.stack([dense["zeros"], dense["constant"]]))

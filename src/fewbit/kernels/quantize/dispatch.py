@@ -1,5 +1,6 @@
 """`fb.quantize` and `fb.dequantize`: select the backend."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -9,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key
 
 from ...array.qarray import QArray
-from ...array.quantize import checked, dequantized, float_dtype, quantized, shared_axes
+from ...array.quantize import checked, dequantized, float_dtype, quantized, scale_values, shared_axes
 from ...array.scheme import Scheme
 from ...array.scheme import scheme as as_scheme
 from ...errors import QuantError
@@ -157,13 +158,24 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | Dequ
 
 
 def _dequantize(q: QArray, dtype: DTypeLike | None, backend: str | Dequantizer | None) -> jax.Array:
-    dtype = float_dtype(q, dtype)
+    dtype, q = float_dtype(q, dtype), _with_one_unit(q)
     problem = Decoding(q.shape, dtype.name, q.scheme, q.tiles)
     choice = select(DEQUANTIZERS, problem, backend)
     if not q.size:  # nothing to compute
         return dequantized(q, dtype)
     x: jax.Array = computed(choice, problem, q, reference=DEQUANTIZERS[-1], is_named=backend is not None)
     return x
+
+
+def _with_one_unit(q: QArray) -> QArray:
+    """The same numbers with one tensor scale or none, as the kernels take them.
+
+    A stack of arrays has a tensor scale for each. Their product with the scales of the tiles is the float32 scale of each tile.
+    """
+    if q.tensor_scale is None or q.tensor_scale.size == 1:
+        return q
+    scheme = dataclasses.replace(q.scheme, scale="float32", tensor_scale=False)
+    return dataclasses.replace(q, scale=scale_values(q), tensor_scale=None, scheme=scheme)
 
 
 _jitted_dequantize = jax.jit(_dequantize, static_argnums=(1, 2), inline=True)
