@@ -150,10 +150,71 @@ def test_recipes_given_twice(flat):
 
 
 def test_an_unwritable_log(flat, tmp_path):
-    assert "No such file or directory" in fail(
-        "quantize", flat, "-o", tmp_path / "out", "-r", "int8", "--log", tmp_path / "no" / "l"
-    )
+    out = tmp_path / "out"
+    assert "no does not exist" in fail("quantize", flat, "-o", out, "-r", "int8", "--log", tmp_path / "no" / "l")
+    assert not out.exists()
+
+
+def test_a_log_replaces_neither_the_model_nor_a_binary_file(flat, tmp_path):
+    before, other = flat.read_bytes(), tmp_path / "other.bin"
+    other.write_bytes(b"a\0b")
+    arguments = ["quantize", flat, "-o", tmp_path / "out", "-r", "int8", "--log"]
+    assert "is the model itself" in fail(*arguments, flat)
+    assert "is not a text file" in fail(*arguments, other)
+    assert flat.read_bytes() == before
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_replaces_nothing_but_a_plan(flat, tmp_path):
+    other, saved = tmp_path / "config.json", tmp_path / "plan.json"
+    other.write_text('{"model_type": "llama"}')
+    assert "is not a plan" in fail("plan", flat, "-r", "int8", "--save", flat)
+    assert "it lacks recipe and rows" in fail("plan", flat, "-r", "int8", "--save", other)
+    for recipe in ("int8", "int4_g32"):
+        assert CliRunner().invoke(app, ["plan", str(flat), "-r", recipe, "--save", str(saved)]).exit_code == 0
+    assert json.loads(saved.read_text())["recipe"] == "int4_g32"
+
+
+@needs_tokenizers
+def test_the_text_of_the_check_is_read_before_the_work(tmp_path):
+    model, short, out = llama_directory(tmp_path / "hf"), tmp_path / "short.txt", tmp_path / "out"
+    short.write_text("few words")
+    for text, message in (("nope.txt", "no text 'nope.txt'"), (short, "tokens")):
+        assert message in fail("quantize", model, "-o", out, "-r", "int8", "--text", text)
+        assert not out.exists()
+
+
+@needs_tokenizers
+def test_a_model_is_rotated_once(tmp_path):
+    model, out = llama_directory(tmp_path / "hf"), tmp_path / "out"
+    done = CliRunner().invoke(app, ["quantize", str(model), "--rotate", "-r", "nf4", "-o", str(out), "--no-check"])
+    assert done.exit_code == 0, done.output
+    message = fail("quantize", out, "--rotate", "-r", "int8", "-o", tmp_path / "again", "--no-check")
+    assert "the residual stream of out is rotated already (seed 0); start from its source" in message
+    assert "is already quantized to 4-bit" in CliRunner().invoke(app, ["plan", str(out), "-r", "int8"]).output
+
+
+@pytest.mark.parametrize(
+    "command", [["quantize", "--recipe", "int8", "--rotate"], ["generate", "Hello", "--temperature", "1"]]
+)
+def test_a_seed_that_no_key_takes(command, flat):
+    name, *rest = command
+    result = CliRunner().invoke(app, [name, str(flat), *rest, "--seed", str(2**64)])
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr
+
+
+def test_facts_of_another_program_are_shown(tmp_path):
+    io.write(tmp_path / "f", {"w": np.ones((2, 4), np.float32)}, facts={"recipe": "nf4", "source": "mine"})
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "f")])
+    assert done.exit_code == 0, done.output
+    assert "from mine" in done.output
+
+
+def test_a_model_without_elements(tmp_path):
+    np.savez(tmp_path / "empty.npz", a=np.zeros((0, 4), np.float32))
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "empty.npz"), str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
 
 
 def test_a_usage_error_names_the_option(flat):

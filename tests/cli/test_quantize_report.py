@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fewbit import io
+from fewbit import io, methods
 from fewbit.cli.commands import app
-from fewbit.cli.quantize_report import candidate_names, default_output, page_path, written
+from fewbit.cli.quantize_report import ChosenMethod, candidate_names, default_output, page_path, written
 from fewbit.errors import QuantError
 from fewbit.evaluate.report.template import MARKER
 from fewbit.models import is_installed
@@ -91,11 +91,19 @@ def test_what_does_not_go_with_bits(tmp_path):
     assert "is no report of fewbit" in refused and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["rtn", "awq", "smoothquant", "smoothquant+gptq", "awq+gptq"])
+def test_a_chosen_method_has_the_name_that_it_was_asked_for(name):
+    scaling, method = methods.scaled_method(name)
+    assert methods.scaled_method(ChosenMethod(method, None, scaling).name) == (scaling, method)
+
+
 def test_names_of_outputs_and_candidates(tmp_path):
     path = tmp_path / "Qwen3-0.6B"
     assert str(default_output(path, None, None, 4.25, "gptq", "gguf")) == "Qwen3-0.6B-4.25bit-gptq.gguf"
     assert str(default_output(path.with_suffix(".6B.gguf"), "nf4", None, None, "rtn", "fewbit")) == "Qwen3-0.6B-nf4"
     assert str(default_output(path, str(tmp_path / "mine.json"), None, None, "rtn", "fewbit")) == "Qwen3-0.6B-mine"
+    assert str(default_output(path, "maxtext/int8", None, None, "rtn", "fewbit")) == "Qwen3-0.6B-maxtext-int8"
+    assert str(default_output(path, None, tmp_path / "a.json", None, "rtn", "fewbit")) == "Qwen3-0.6B-a"
     assert page_path(tmp_path / "a.gguf").name == "a.gguf.report.html"
     assert candidate_names(4.5, None, "gguf")[0] == "tq2_0" and candidate_names(None, None) == []
     assert candidate_names(4.6, None, "gguf") == [*candidate_names(4.5, None, "gguf"), "q5_1"]

@@ -157,7 +157,11 @@ KeepScales = Annotated[
         help="Keep the scales that --method awq or smoothquant finds for the inputs of these products: o, down or o,down.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", help="The seed of the rotation; default 0.")]
+MAX_SEED = 2**63 - 1
+"""The largest seed of `jax.random.key`."""
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=-MAX_SEED, max=MAX_SEED, help="The seed of the rotation; default 0.")
+]
 
 
 def rotation_seed(rotate: bool, seed: int | None) -> int | None:

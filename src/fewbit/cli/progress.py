@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from .._table import FILE_WIDTH
+from ..errors import QuantError
+from ..io.output import OutputKind, check_output
 
 
 def _console() -> Console:
@@ -69,6 +71,27 @@ def progress_bar(title: str, total: float) -> Iterator[Bar]:
             progress.update(task, completed=done, detail=detail)
 
         yield Bar(advance, lambda line: progress.console.print(line, soft_wrap=True))
+
+
+def check_log_path(path: pathlib.Path, sources: Iterable[pathlib.Path]) -> None:
+    """Checks early where log lines are to be written. A device, such as /dev/null, is one such place.
+
+    Raises:
+        QuantError: for a file of the sources, one that is not text, and one in a directory that does not exist.
+    """
+    real = path.resolve()
+    if real.exists() and not real.is_file() and not real.is_dir():
+        return
+    kind = OutputKind(_not_text, "run.log", "is not a text file", makes_parents=False)
+    check_output(real, overwrite=True, sources=sources if real.exists() else (), kind=kind)
+
+
+def _not_text(file: pathlib.Path) -> list[str]:
+    """Refuses a file whose first bytes are not text."""
+    with file.open("rb") as stream:
+        if b"\0" in stream.read(1024):
+            raise QuantError("it contains zero bytes")
+    return []
 
 
 @contextlib.contextmanager

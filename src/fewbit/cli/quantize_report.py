@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 
+from .._json import file_text, parsed_object
 from ..array import scheme
 from ..errors import QuantError, UnsupportedError
 from ..evaluate.report.page import save_page
+from ..io.output import OutputKind, check_output
 from ..methods import AbstractScaling, IMatrix, scaled_method
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
@@ -74,6 +76,23 @@ def planned(
     return opened, plan_model(opened, recipe=recipe, plan=plan)
 
 
+def check_plan_path(path: Path) -> None:
+    """Checks early where a plan is to be saved. An earlier plan is replaced, and no other file.
+
+    Raises:
+        QuantError: for any other file, and for one in a directory that does not exist.
+    """
+    kind = OutputKind(_not_a_plan, "plan.json", "is not a plan", makes_parents=False)
+    check_output(path, overwrite=True, kind=kind)
+
+
+def _not_a_plan(file: Path) -> list[str]:
+    """Refuses a file that is not the JSON of a plan."""
+    if missing := {"recipe", "rows"} - parsed_object(file_text(file, "file"), "it").keys():
+        raise QuantError(f"it lacks {' and '.join(sorted(missing))}")
+    return []
+
+
 def why_no_check(model: Model, check: bool, text: str | None) -> str | None:
     """Why the quality check is skipped; None if it runs. With --text a model that cannot be run is an error."""
     if not check:
@@ -108,6 +127,12 @@ class ChosenMethod:
     method: AbstractMethod = NEAREST
     calibration: CalibrationData | ImportanceFile | None = None
     scaling: AbstractScaling | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the scaling and the method, as `scaled_method` takes it."""
+        names = [self.method.name] if self.scaling is None else [self.scaling.name, self.method.name]
+        return "+".join(dict.fromkeys(names))
 
 
 def chosen_method(
@@ -166,7 +191,9 @@ def candidate_names(bits: float | None, candidates: str | None, to: str = "fewbi
 def default_output(model: Path, recipe: str | None, plan: Path | None, bits: float | None, method: str, to: str) -> Path:
     """The default output, in the working directory. Its name consists of the model's name and of what is done to it."""
     name = re.sub(r"\.(gguf|safetensors|npz)$", "", model.name)
-    done = Path(recipe or plan or "keep").stem
+    done = (recipe or "keep").replace("/", "-")  # maxtext/int8
+    if plan is not None or done.endswith(".json"):
+        done = Path(plan or recipe or "").stem
     if bits is not None:
         done = f"{bits:g}bit"
     parts = [name, done]

@@ -1,7 +1,6 @@
 """Formats plans, sizes and qualities as tables."""
 
 import collections
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,18 +58,13 @@ def source_notes(model: Model) -> list[str]:
 
 def quantized_source_note(model: Model) -> str | None:
     """A sentence that says that a checkpoint is already quantized. None if it is not."""
-    if not model.quantized or model.facts.get("rotation_seed") is not None:
+    if not model.quantized:
         return None
     kinds = ", ".join(f"{len(paths)} tensor{'s' * (len(paths) > 1)} {kind}" for kind, paths in model.quantized.items())
-    bits = min(
-        8 * model.info[p].nbytes / max(math.prod(model.info[p].shape), 1)
-        for paths in model.quantized.values()
-        for p in paths
-    )
-    low = "4-bit" if bits < 6 else "8-bit"
+    bits = min(info.scheme.format.bits for info in model.info.values() if info.scheme is not None)
     return (
-        f"{model.name} is already quantized to {low} ({kinds}). Its weights are dequantized and quantized again, "
-        f"so every loss below is relative to that {low} model, not to the original one; tensors whose scheme does not change "
+        f"{model.name} is already quantized to {bits}-bit ({kinds}). Its weights are dequantized and quantized again, "
+        f"so every loss below is relative to that {bits}-bit model, not to the original one; tensors whose scheme does not change "
         "are kept exactly."
     )
 
@@ -82,7 +76,7 @@ def size_lines(outcome: Outcome, model: Model) -> list[str]:
         f"  files:  {outcome.file_bytes:,} bytes, of them {outcome.tensor_file_bytes:,} in tensor files "
         f"({outcome.file_bits_per_weight:.3f} bits/weight, headers included)",
         f"  arrays: {outcome.array_bytes:,} bytes ({outcome.array_bits_per_weight:.3f} bits/weight); "
-        f"in the source {model.nbytes:,} bytes ({8 * model.nbytes / model.size:.3f} bits/weight)",
+        f"in the source {model.nbytes:,} bytes ({8 * model.nbytes / max(model.size, 1):.3f} bits/weight)",
     ]
     return lines + worst_lines(worst(outcome.tensors))
 
@@ -231,7 +225,9 @@ def inspection_lines(found: Inspection) -> list[str]:
         lines.append(f"  tokenizer of {found.tokenizer:,} tokens")
     if found.facts:
         lines.append("  written " + ", ".join(f"{key} {value}" for key, value in found.facts.items() if key != "source"))
-        lines.append(f"  from {found.facts.get('source', {}).get('name', 'an unknown source')}")
+        source = found.facts.get("source")
+        name = source.get("name") if isinstance(source, dict) else source  # facts of `fb.io.write` are the caller's
+        lines.append(f"  from {name or 'an unknown source'}")
     return lines + [f"  note: {text}" for text in found.notes]
 
 

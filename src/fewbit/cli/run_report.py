@@ -196,4 +196,5 @@ def _compared_outputs(
             candidates.append(compare_outputs(base, plan))
     form = {"inputs": given.title, "engine": base.engine.title, "recipes": [output_record(c) for c in candidates]}
     title = f"{source.name} on {given.title}, by {base.engine.title}"
-    return _Comparison(form, title, output_table(base, candidates))
+    notes = [f"{one.recipe}: {text}" for one in candidates for text in one.quality.notes]
+    return _Comparison(form, title, "\n".join([output_table(base, candidates), *notes]))

@@ -93,7 +93,7 @@ class TransformersEngine(Engine):
                 raise reader.error from None
             raise
         self._check_report(report)
-        return TransformersNetwork(module.eval(), self.cls.__name__, self.source)
+        return TransformersNetwork(module.eval(), self.cls.__name__, self.source, reader.float_activations)
 
     def _check_report(self, report: Mapping[str, Any]) -> None:
         """Refuses weights that do not fit the architecture."""
@@ -184,12 +184,24 @@ class TransformersNetwork:
         module: the torch module.
         title: the name of its class.
         source: the name of the checkpoint.
+        float_activations: the number of weights whose policy quantizes activations, which stay float here.
     """
 
-    def __init__(self, module: Any, title: str, source: str):
+    def __init__(self, module: Any, title: str, source: str, float_activations: int = 0):
         self.module = module
         self.title = title
         self.source = source
+        self.float_activations = float_activations
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the outputs leave out, in a sentence."""
+        if not self.float_activations:
+            return ()
+        return (
+            f"transformers runs the weights alone: the activations of {self.float_activations} weights are quantized by their "
+            "policy, but not here",
+        )
 
     def __call__(self, tokens: Any) -> jax.Array:
         """The logits `[B, T, V]` after each of the tokens `[B, T]`."""
@@ -282,6 +294,7 @@ class _Reader:
 
     def __init__(self, load: Callable[[str], Value]):
         self._load = load
+        self.float_activations = 0
         self.error: QuantError | UnsupportedError | None = None
         self._lock = threading.Lock()  # transformers reads in several threads
 
@@ -296,6 +309,7 @@ class _Reader:
                 self.error = self.error or error
                 raise
             if isinstance(value, QArray):
+                self.float_activations += value.policy is not None and value.policy.activation is not None
                 value = _decode(value)
             array = np.asarray(value)
             if array.dtype.kind not in "biu":

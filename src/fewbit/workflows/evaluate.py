@@ -284,7 +284,7 @@ def compared(
         perplexity=both.candidate,
         against=both,
         sqnr_db=sqnr,
-        notes=notes,
+        notes=(*notes, *(network.notes if isinstance(network, TransformersNetwork) else ())),
         kv=_kv_text(kv),
         activations=quantized_activations(network),
         engine=runs.title,

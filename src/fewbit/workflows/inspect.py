@@ -109,7 +109,7 @@ def file_bytes(path: Path) -> int:
     """The file size, or the sum of the file sizes of a directory."""
     if not path.is_dir():
         return path.stat().st_size
-    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _entry(path: str, info: TensorInfo) -> TensorEntry:

@@ -3,18 +3,17 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..errors import QuantError
 from ..evaluate.model_inputs import ModelInputs, Signature, array_inputs, default_inputs, text_inputs
 from ..evaluate.outputs import OutputQuality, Outputs, output_errors, relative_errors
-from ..evaluate.transformers_engine import TransformersEngine
+from ..evaluate.transformers_engine import TransformersEngine, TransformersNetwork
 from ..models.installed import default_text_name, find_text
 from ..recipe.plan import Plan
 from .engine import as_stored, choose_engine, transformers_of
 from .evaluate import TOKENS, WINDOW, Progress, part_of, weight_sqnr
-from .model import Model, Value
+from .model import Model
 from .tensors import TensorResult, quantized_tensors, worst
 
 
@@ -50,11 +49,13 @@ def evaluate_outputs(
     model, against = as_stored(model), as_stored(against)
     runs = transformers_of(model)
     given = model_inputs(model, runs.takes, inputs=inputs, text=text, tokens=tokens, window=window)
-    expected, expected_blocks = run_outputs(
-        transformers_of(against), against.info, against.load, given, part_of(progress, 0)
-    )
-    found, blocks = run_outputs(runs, model.info, model.load, given, part_of(progress, 1))
+    reference = transformers_of(against).network(against.info, against.load)
+    expected, expected_blocks = run_outputs(reference, given, part_of(progress, 0))
+    del reference  # one model is in memory
+    network = runs.network(model.info, model.load)
+    found, blocks = run_outputs(network, given, part_of(progress, 1))
     sqnr, notes = weight_sqnr(model, against)
+    notes = (*notes, *network.notes)
     errors = output_errors(expected, found)
     return OutputQuality(
         given.title, len(given.examples), errors, relative_errors(expected_blocks, blocks), sqnr, notes, runs.title
@@ -62,14 +63,9 @@ def evaluate_outputs(
 
 
 def run_outputs(
-    engine: TransformersEngine,
-    paths: Iterable[str],
-    load: Callable[[str], Value],
-    given: ModelInputs,
-    progress: Progress | None = None,
+    network: TransformersNetwork, given: ModelInputs, progress: Progress | None = None
 ) -> tuple[list[Outputs], Outputs]:
     """The outputs for each example, and the output of each block for the first."""
-    network = engine.network(paths, load)
     outputs = []
     for example in given.examples:
         outputs.append(network.outputs(example))
@@ -120,7 +116,15 @@ def model_inputs(
         return backend.encode(line, add_special_tokens=True).ids
 
     lines = found.content.splitlines()
-    return text_inputs(found.name, lines, encode, takes, tokens=tokens or TOKENS, window=window or WINDOW)
+    tokens, window = (usual if given is None else given for given, usual in ((tokens, TOKENS), (window, WINDOW)))
+    return text_inputs(
+        found.name,
+        lines,
+        encode,
+        takes,
+        tokens=TOKENS if tokens is None else tokens,
+        window=WINDOW if window is None else window,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +190,7 @@ def output_baseline(model: Model, inputs: ModelInputs) -> OutputBaseline:
         UnsupportedError: when transformers cannot run the model.
     """
     engine = transformers_of(model)
-    outputs, blocks = run_outputs(engine, model.info, model.load, inputs)
+    outputs, blocks = run_outputs(engine.network(model.info, model.load), inputs)
     return OutputBaseline(model, engine, inputs, outputs, blocks)
 
 
@@ -209,14 +213,15 @@ def compare_outputs(base: OutputBaseline, plan: Plan) -> OutputCandidate:
         values[result.path] = value
         results.append(result)
     quantized = time.perf_counter()
-    outputs, blocks = run_outputs(base.engine, values, values.__getitem__, base.inputs)
+    network = base.engine.network(values, values.__getitem__)
+    outputs, blocks = run_outputs(network, base.inputs)
     quality = OutputQuality(
         base.inputs.title,
         len(base.inputs.examples),
         output_errors(base.outputs, outputs),
         relative_errors(base.blocks, blocks),
         {result.path: result.sqnr_db for result in results if result.sqnr_db is not None},
-        (),
+        network.notes,
         base.engine.title,
     )
     nbytes = sum(result.bytes_after for result in results)

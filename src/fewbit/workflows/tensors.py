@@ -105,12 +105,12 @@ class Outcome:
     @property
     def file_bits_per_weight(self) -> float:
         """`8 * tensor_file_bytes / size`."""
-        return 8 * self.tensor_file_bytes / self.size
+        return 8 * self.tensor_file_bytes / max(self.size, 1)
 
     @property
     def array_bits_per_weight(self) -> float:
         """`8 * array_bytes / size`."""
-        return 8 * self.array_bytes / self.size
+        return 8 * self.array_bytes / max(self.size, 1)
 
 
 def worst(tensors: Iterable[TensorResult], count: int = 5) -> list[TensorResult]:

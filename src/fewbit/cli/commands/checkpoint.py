@@ -61,12 +61,14 @@ def plan(
     from ...workflows.load import load
     from ...workflows.plan import plan_model, unknown_roles
     from ..console import emit_json, say
-    from ..quantize_report import candidate_names, chosen_method, with_bits, with_counted_experts
+    from ..quantize_report import candidate_names, check_plan_path, chosen_method, with_bits, with_counted_experts
     from ..render import plan_lines, plan_totals
 
     names = candidate_names(bits, candidates)
     if recipe is None and not names:
         raise QuantError("a recipe is missing: pass --recipe NAME; `fewbit recipes` lists them")
+    if save is not None:
+        check_plan_path(save)
     opened = load(model)
     has_experts = opened.config is not None and opened.config.experts is not None
     if bits is None and method != "rtn" and not has_experts:
@@ -143,11 +145,14 @@ def quantize(
 ) -> None:
     """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
     from ...evaluate.report.page import check_page_path
+    from ...models.installed import default_text_name, find_text
     from ...workflows.convert.origin import record_source
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
+    from ...workflows.evaluate import evaluation_windows
     from ...workflows.load import load
     from ...workflows.methods.folding import with_scaling
     from ..console import emit_json, say
+    from ..progress import check_log_path
     from ..quantize_report import (
         can_evaluate,
         candidate_names,
@@ -198,6 +203,11 @@ def quantize(
     check_path(to, output, opened, overwrite=overwrite)
     if report:
         check_page_path(page_path(output), overwrite=overwrite, sources=[opened.path])
+    if log is not None:
+        check_log_path(log, [opened.path])
+    skipped = "no process has read the whole model" if distributed else why_no_check(opened, check, text)
+    if skipped is None:
+        evaluation_windows(opened, find_text(text or default_text_name()).content)  # refuses a text before any work
     source, made = planned(
         opened,
         recipe,
@@ -231,12 +241,8 @@ def quantize(
         say(f"dry run: nothing was written to {output}")
     if dry_run:
         return
-    skipped = why_no_check(opened, check, text)
     if distributed:
-        outcome, skipped = (
-            written_distributed(source, made, output, chosen, overwrite=overwrite),
-            "no process has read the whole model",
-        )
+        outcome = written_distributed(source, made, output, chosen, overwrite=overwrite)
     else:
         outcome = written(source, made, output, to=to, overwrite=overwrite, log=log, chosen=chosen)
     if not is_first:
@@ -248,7 +254,7 @@ def quantize(
         lines = quality_lines(quality)
     page = None
     if report:
-        page = save_report(output, source, made, quality, method=chosen.method.name, skipped=skipped, overwrite=overwrite)
+        page = save_report(output, source, made, quality, method=chosen.name, skipped=skipped, overwrite=overwrite)
     runs = opened.config is not None and opened.tokenizer is not None
     commands = command_lines(output, model, can_run=runs, can_evaluate=runs or can_evaluate(opened))
     if json:
@@ -316,11 +322,14 @@ def convert(
     from ...workflows.load import load
     from ...workflows.plan import KEEP, plan_model
     from ..console import emit_json, say
+    from ..progress import check_log_path
     from ..quantize_report import outcome_record, written
     from ..render import size_lines
 
     opened = load(model)
     check_path(to, output, opened, overwrite=overwrite)
+    if log is not None:
+        check_log_path(log, [opened.path])
     made = plan_model(opened, recipe=KEEP)
     check_target(to, opened, made)
     outcome = written(opened, made, output, to=to, overwrite=overwrite, log=log)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..app import app
-from ..options import ActivationKind, Json, ModelPath, Rotate, Seed, path_argument, path_option, rotation_seed
+from ..options import MAX_SEED, ActivationKind, Json, ModelPath, Rotate, Seed, path_argument, path_option, rotation_seed
 
 TextName = Annotated[
     str | None,
@@ -136,7 +136,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="The number of new tokens at most.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy decoding; above 0 samples.")] = 0.0,
-    seed: Annotated[int | None, typer.Option("--seed", help="The seed of sampling; default 0.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=-MAX_SEED, max=MAX_SEED, help="The seed of sampling; default 0.")
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(

@@ -29,9 +29,12 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
         A model with the same logits, to float32 rounding.
 
     Raises:
+        QuantError: when it is rotated already.
         UnsupportedError: when the model cannot be run.
     """
     config = model.runnable_config()
+    if (earlier := model.facts.get("rotation_seed")) is not None:
+        raise QuantError(f"the residual stream of {model.name} is rotated already (seed {earlier}); start from its source")
     params, config = rotate_residual(model.float_params(), config, key=jax.random.key(seed))
     arrays = paths_of_params(params, config)
     info = {path: TensorInfo(a.shape, "float32", "F32", a.nbytes) for path, a in arrays.items()}
