@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import struct
 
 import jax
@@ -147,6 +148,29 @@ AMBIGUOUS = {
     "y/down": plain(rank=4, alpha=4.0),
     "down": plain(alpha=4.0),
 }
+
+
+REGEXES = {
+    "layers/0/attn/q+k+v": plain(rank=4, alpha=32.0),
+    "w(0)+": plain(alpha=3.0),
+    "w[": plain(alpha=5.0),
+    "o": plain(alpha=4.0),
+    "down": plain(alpha=4.0),
+}
+
+
+def test_a_name_with_characters_of_regexes_keeps_its_alpha_and_rank(tmp_path):
+    path = write_adapters(tmp_path / "out", REGEXES)
+    assert_same(read_adapters(path, REGEXES), REGEXES)
+    config = json.loads((path / "adapter_config.json").read_text())
+    (rank,) = config["rank_pattern"]
+    assert re.fullmatch(rank, "layers.0.attn.q+k+v")
+
+
+@pytest.mark.parametrize("alpha", [float("inf"), float("nan")])
+def test_an_alpha_that_json_lacks_is_refused(alpha, tmp_path):
+    with pytest.raises(QuantError, match=r"the alpha of an adapter is (inf|nan); it must be finite"):
+        write_adapters(tmp_path / "out", {"w": plain(alpha=alpha)})
 
 
 @pytest.mark.finding(37)

@@ -207,11 +207,23 @@ def _config(modules: Mapping[str, _Module], base_model: str | None) -> dict[str,
 def _pattern_key(name: str, modules: tuple[str, ...]) -> str:
     """The key of a module in `rank_pattern` and `alpha_pattern`.
 
-    Its name, anchored only if that matches other modules too: PEFT before 0.14 does not know anchored keys.
+    PEFT reads it as a regex. It is the name where that matches this module alone, else the escaped name, anchored only if that
+    matches other modules too: PEFT before 0.14 does not know anchored keys.
     """
-    if sum(_is_key_of(name, module) for module in modules) > 1:
-        return f"^{re.escape(name)}"
-    return name
+    escaped = re.escape(name)
+    for key in (name, escaped) if _is_regex(name) else (escaped,):
+        if [module for module in modules if _is_key_of(key, module)] == [name]:
+            return key
+    return f"^{escaped}"
+
+
+def _is_regex(text: str) -> bool:
+    """Whether a text is a valid regex."""
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _is_key_of(key: str, module: str, where: str = "the name of a module") -> bool:
@@ -220,7 +232,13 @@ def _is_key_of(key: str, module: str, where: str = "the name of a module") -> bo
 
 
 def _as_json_number(number: float) -> float | int:
-    """An integral number as int, as PEFT writes it."""
+    """An integral number as int, as PEFT writes it.
+
+    Raises:
+        QuantError: for infinity and NaN, which JSON lacks.
+    """
+    if not math.isfinite(number):
+        raise QuantError(f"the alpha of an adapter is {number}; it must be finite")
     if number == int(number):
         return int(number)
     return number

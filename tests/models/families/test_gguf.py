@@ -135,7 +135,13 @@ CHANGED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
     "gemma2": {"query_pre_attn_scalar": 16},
-    "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": None, "rope_parameters": None, "rope_theta": 300.0},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 16,
+        "layer_types": None,
+        "rope_parameters": None,
+        "rope_theta": 300.0,
+        "rope_local_base_freq": 70.0,
+    },
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
     "deepseek_v2": {"rms_norm_eps": 1e-6},
@@ -165,6 +171,8 @@ def as_gguf(
         arrays = with_parts(arrays, config)
     named = {family.gguf_table.name(path): array for path, array in arrays.items()}
     fields = {"general.architecture": family.gguf, **{f"{family.gguf}.{k}": getattr(config, v) for k, v in KEYS.items()}}
+    if config.window_rope_theta:
+        fields[f"{family.gguf}.rope.freq_base_swa"] = config.window_rope_theta
     fields[f"{family.gguf}.rope.dimension_count"] = config.rotated
     fields[f"{family.gguf}.logit_scale"] = 1 / config.logit_scale
     if config.experts is not None:

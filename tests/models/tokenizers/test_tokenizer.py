@@ -28,6 +28,18 @@ def test_chat_is_written_with_the_templates_own_system_message():
     assert chat_text("hi", CHATML.replace("\n", "\\n")) == expected  # a template whose line ends are escaped
 
 
+def test_chat_skips_what_is_code_in_the_template():
+    """As in Qwen 2.5: the first system message is put together, the last is written out."""
+    parts = [
+        "{%- if tools %}{{- '<|im_start|>system\\n' }}{{- messages[0].content }}{{- '</tools><|im_end|>\\n' }}",
+        "{%- elif first %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}",
+        "{%- else %}{{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{%- endif %}",
+    ]
+    user = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert chat_text("hi", "".join(parts)) == f"<|im_start|>system\nBe brief.<|im_end|>\n{user}"
+    assert chat_text("hi", "".join(parts[:2])) == user
+
+
 @pytest.mark.parametrize("template", [None, "[INST] {{ content }} [/INST]"], ids=["none", "other"])
 def test_chat_refuses_what_it_cannot_write(template: str | None):
     with pytest.raises(UnsupportedError, match=r"the checkpoint has .*chat template.*; give the prompt as plain text"):

@@ -117,6 +117,7 @@ class _Gguf(msgspec.Struct):
     head_dim: Positive | None = None
     value_length: Positive | None = None
     rope_theta: Number = 10_000.0
+    window_rope_theta: Number = 10_000.0
     rotary_dim: Positive | None = None
     scaling: str = "none"
     scaling_factor: Number | None = None
@@ -164,6 +165,7 @@ _KEYS = {
     "head_dim": "attention.key_length",
     "value_length": "attention.value_length",
     "rope_theta": "rope.freq_base",
+    "window_rope_theta": "rope.freq_base_swa",
     "rotary_dim": "rope.dimension_count",
     "scaling": "rope.scaling.type",
     "scaling_factor": "rope.scaling.factor",
@@ -336,7 +338,7 @@ def _gemma2(found: _Gguf) -> dict[str, Any]:
 
 
 def _gemma3(found: _Gguf) -> dict[str, Any]:
-    return {**_gemma(found, 62), **_windows(found, 6), "qk_norm": "head", "window_rope_theta": 10_000.0}
+    return {**_gemma(found, 62), **_windows(found, 6), "qk_norm": "head", "window_rope_theta": found.window_rope_theta}
 
 
 def _gpt_oss(found: _Gguf) -> dict[str, Any]:

@@ -106,9 +106,15 @@ def chat_text(message: str, template: str | None) -> str:
     if "<|im_start|>" not in template:
         raise UnsupportedError("the checkpoint has a chat template that is not ChatML; give the prompt as plain text")
     text = f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
-    if system := re.search(r"<\|im_start\|>system(?:\\n|\n)(.*?)<\|im_end\|>", template, re.DOTALL):
+    if system := _SYSTEM.search(template):
         text = f"<|im_start|>system\n{system.group(1)}<|im_end|>\n{text}"
     return text
+
+
+_SYSTEM = re.compile(
+    r"<\|im_start\|>system(?:\\n|\n)((?:(?!<\|im_|[{%]}|{[{%]|'\s*}}|'\s*\+|\"\s*\+).)*?)<\|im_end\|>", re.DOTALL
+)
+"""A system message that is written out in a template: no code of Jinja in it."""
 
 
 @contextlib.contextmanager
