@@ -11,7 +11,7 @@ import pathlib
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
@@ -44,15 +44,16 @@ _INDEX = re.compile(r"\[(\d+|\.\.\.)\]")
 _QUOTED = re.compile(r"[^\w.-]")  # path keys with such characters are quoted
 
 
-def parsed(text: bytes, where: str) -> Any:
+def parsed(text: bytes, where: str, *, constant: Callable[[str], Any] | None = None) -> Any:
     """Parses JSON text.
 
     Args:
         text: UTF-8 JSON.
         where: what the text is, for the error message: a file, or a part of one.
+        constant: what NaN, Infinity and -Infinity become, which Python writes and JSON lacks; None refuses them.
 
     Raises:
-        QuantError: when the text is not UTF-8 or not JSON, repeats a key, contains NaN, infinity, a number beyond float64 or
+        QuantError: when the text is not UTF-8 or not JSON, repeats a key, contains NaN or infinity (without `constant`), a number beyond float64 or
             a lone surrogate, or exceeds a limit of length, depth, count or digits.
 
     >>> parsed(b'{"a": [1, 2.5]}', "config.json")
@@ -63,7 +64,7 @@ def parsed(text: bytes, where: str) -> Any:
         value = json.loads(
             text.decode("utf-8"),
             object_pairs_hook=_without_duplicates,
-            parse_constant=_refuse_constant,
+            parse_constant=constant or _refuse_constant,
             parse_int=_integer,
             parse_float=_float,
         )
@@ -81,9 +82,9 @@ def parsed(text: bytes, where: str) -> Any:
     return value
 
 
-def parsed_object(text: bytes, where: str) -> dict[str, Any]:
-    """Parses JSON text that must be an object."""
-    value = parsed(text, where)
+def parsed_object(text: bytes, where: str, *, constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """Parses JSON text that must be an object, as `parsed`."""
+    value = parsed(text, where, constant=constant)
     if not isinstance(value, dict):
         raise QuantError(f"{where} is a JSON {type(value).__name__}, but an object is expected")
     return value

@@ -17,8 +17,11 @@ def _cased(ending: str) -> str:
     return f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
 
 
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+
 SPLITS = {
     ("bytes",): "gpt-2",
+    (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"): "default",
     ("digits", "bytes"): "smollm",
     (f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1,3}}{_REST}",): "dbrx",
     (f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{_REST}",): "qwen2",

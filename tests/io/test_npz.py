@@ -47,6 +47,13 @@ def test_arrays_come_back(tmp_path, save):
     assert checkpoint.tensors.info["a"].stored == "<f2"
 
 
+def test_arrays_have_the_byte_order_of_the_machine(tmp_path):
+    np.savez(tmp_path / "a.npz", w=np.arange(3, dtype=">f4"))
+    found = io.read(tmp_path / "a.npz").tensors["w"]
+    assert found.dtype == np.float32 and found.dtype.isnative
+    assert found.tolist() == [0, 1, 2]
+
+
 def test_without_a_config_the_metadata_is_empty(tmp_path):
     np.savez(tmp_path / "m.npz", a=np.ones(3))
     assert io.read(tmp_path / "m.npz").metadata == {}

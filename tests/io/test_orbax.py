@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fewbit as fb
 from fewbit import io
-from fewbit.errors import QuantError
+from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.orbax import OrbaxWriter
 from tests import cluster
 from tests.io.examples import X, quantized
@@ -134,3 +134,20 @@ def test_what_cannot_be_a_tree_or_was_changed_is_refused(tmp_path):
     data = next((path / "params").glob("ocdbt.process_0/d/*"))
     data.write_bytes(data.read_bytes()[:-1] + b"?")
     assert "was changed since it was written" in str(io.verify(path)[0])
+
+
+def test_trees_that_are_not_arrays_alone(tmp_path):
+    with orbax.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "text", {"w": np.ones(2, np.float32), "name": "abc"})
+        checkpointer.save(tmp_path / "twice", {"a/b": np.ones(2, np.float32), "a": {"b": np.zeros(3, np.float32)}})
+    with pytest.raises(UnsupportedError, match=r"'name' is .*, not an array; save the arrays alone"):
+        io.read(tmp_path / "text")
+    with pytest.raises(QuantError, match=r"two leaves of the tree have the path 'a/b'"):
+        io.read(tmp_path / "twice")
+
+
+@pytest.mark.parametrize(("name", "shape"), [("z", (0, 3)), (".", (2,))])
+def test_a_tensor_that_orbax_cannot_store(tmp_path, name, shape):
+    writer = OrbaxWriter(tmp_path / "m")
+    with pytest.raises(QuantError, match=r"cannot be stored: Orbax needs a name and one or more elements"), writer:
+        writer.add(name, np.zeros(shape, np.float32))

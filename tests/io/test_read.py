@@ -62,3 +62,21 @@ def test_reading_loads_nothing(tmp_path):
     checkpoint = io.read(tmp_path / "m")  # the size is right, and the tensor is not touched
     with pytest.raises(QuantError, match=r"fewbit\.safetensors: the bytes of tensor 'w.codes' were changed"):
         checkpoint.tensors["w"]
+
+
+def test_tensors_are_read_after_a_change_of_directory(tmp_path, monkeypatch):
+    io.write(tmp_path / "m", {"w": np.arange(4, dtype=np.float32)})
+    monkeypatch.chdir(tmp_path)
+    checkpoint = io.read("m")
+    monkeypatch.chdir("/")
+    assert checkpoint.tensors["w"].tolist() == [0, 1, 2, 3]
+    assert str(checkpoint.path) == "m"
+
+
+@pytest.mark.parametrize("constant", ["Infinity", "-Infinity", "NaN"])
+def test_infinity_in_the_config_of_transformers(tmp_path, constant):
+    """transformers 4 writes the constant, transformers 5 an object that it reads back."""
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (tmp_path / "config.json").write_text(f'{{"time_step_limit": [0.0, {constant}]}}')
+    assert io.read(tmp_path).metadata == {"time_step_limit": [0.0, {"__float__": constant}]}

@@ -109,7 +109,8 @@ def _array(data: bytes, name: str, path: pathlib.Path) -> np.ndarray:
     body = memoryview(data)[file.tell() :]
     if len(body) != math.prod(shape) * dtype.itemsize or dtype.itemsize == 0:
         raise QuantError(f"{path}: array {name!r} of {dtype} and shape {shape} has {len(body)} bytes of data")
-    return np.frombuffer(body, dtype).reshape(shape, order="F" if is_fortran else "C")
+    array = np.frombuffer(body, dtype).reshape(shape, order="F" if is_fortran else "C")
+    return array.astype(dtype.newbyteorder("="), copy=False)
 
 
 def _metadata(config: np.ndarray, path: pathlib.Path) -> dict[str, Any]:

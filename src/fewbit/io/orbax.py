@@ -18,7 +18,7 @@ import numpy as np
 
 from .._json import converted, dumped, file_text, parsed_object
 from ..array.qarray import QArray
-from ..errors import QuantError
+from ..errors import QuantError, UnsupportedError
 from .checkpoint import Checkpoint, Tensor, TensorInfo, Tensors
 from .files import content, file_sha256
 from .journal import Journal, Spool
@@ -99,9 +99,13 @@ class OrbaxWriter(AbstractWriter):
         return Spool(self._staged, self._journal, _ALIGNMENT)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds one tensor; QuantError for a name that is taken."""
+        """Adds one tensor; QuantError for a name that is taken or empty, and for an array of no elements."""
         self._check_open()
         value = storable(value, name)
+        if not value.size or not _parts(name):
+            raise QuantError(
+                f"tensor {name!r} of shape {value.shape} cannot be stored: Orbax needs a name and one or more elements"
+            )
         arrays = leaves(name, value) if isinstance(value, QArray) else {name: value}
         if taken := self._names & set(arrays):
             raise QuantError(f"tensor name {min(taken)!r} is taken already; choose another")
@@ -224,11 +228,18 @@ def _tree_tensors(path: pathlib.Path) -> Tensors:
     package = _package(path)
     try:
         with package.StandardCheckpointer() as checkpointer:
-            tree = checkpointer.metadata(path.absolute()).item_metadata.tree  # Orbax takes no relative paths
+            found = checkpointer.metadata(path.absolute()).item_metadata  # Orbax takes no relative paths
+            tree = getattr(found, "tree", None)
     except (ValueError, KeyError, OSError, TypeError, AttributeError, RuntimeError) as error:
         raise QuantError(f"{path} is not an Orbax checkpoint of one tree: {str(error).splitlines()[0]:.300}") from error
+    if tree is None:
+        items = sorted(item.name for item in path.iterdir() if (item / "_METADATA").exists())
+        advice = f"; pass one of its items, such as {path / items[0]}" if items else ""
+        raise QuantError(f"{path} is not an Orbax checkpoint of one tree{advice}")
     info = {}
     for key, leaf in _leaves_by_path(tree).items():
+        if not hasattr(leaf, "dtype"):
+            raise UnsupportedError(f"{path}: {key!r} is {type(leaf).__name__}, not an array; save the arrays alone")
         dtype = np.dtype(leaf.dtype)
         nbytes = int(np.prod(leaf.shape, dtype=np.int64)) * dtype.itemsize
         info[key] = TensorInfo(tuple(leaf.shape), dtype.name, dtype.name, nbytes)
@@ -240,7 +251,10 @@ def _leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves by their paths, with `/` between keys."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        found[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in found:
+            raise QuantError(f"two leaves of the tree have the path {name!r}")
+        found[name] = leaf
     return found
 
 

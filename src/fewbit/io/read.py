@@ -1,5 +1,6 @@
 """Opens any supported container, recognised by its content."""
 
+import dataclasses
 import os
 import pathlib
 
@@ -39,9 +40,12 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     >>> checkpoint.kind, checkpoint.tensors.info["weight"].shape, checkpoint.tensors["weight"].dtype.name
     ('npz', (4, 3), 'float16')
     """
-    path = checked_path(path)
-    if path.is_dir():
-        return _read_directory(path)
+    given = checked_path(path)
+    path = given.absolute()  # tensors are read later, perhaps from another working directory
+    return dataclasses.replace(_read_directory(path) if path.is_dir() else _read_file(path), path=given)
+
+
+def _read_file(path: pathlib.Path) -> Checkpoint:
     start = mapped(path, 0, min(9, file_size(path))).tobytes()
     reader = _MAGICS.get(start[:4]) or _SUFFIXES.get(path.suffix)
     if reader is None and start[8:9] == b"{":

@@ -92,6 +92,22 @@ def test_ends_of_lines_in_rules_may_be_escaped_or_not():
     assert fields(byte_level(written))["tokenizer.ggml.pre"] == "deepseek-v3"
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "normalizes text by Lowercase"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFKC"}]}}, "by NFKC"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "a space before every text"),
+        ({"merges": []}, "has no merges"),
+    ],
+)
+def test_what_gguf_does_not_say_of_a_byte_level_bpe_is_refused(changed, message):
+    tokenizer = byte_level()
+    assert fields(tokenizer | {"normalizer": {"type": "NFC"}})["tokenizer.ggml.pre"] == "gpt-2"
+    with pytest.raises(UnsupportedError, match=message):
+        fields(byte_level(merges=[]) if "merges" in changed else tokenizer | changed)
+
+
 def test_scores_follow_the_merges_without_tokenizer_model():
     found = fields(sentencepiece_json())
     assert found["tokenizer.ggml.model"] == "llama"

@@ -284,3 +284,13 @@ def test_a_scalar_that_was_written_by_hand(tmp_path, form):
 def test_bfloat16_bits_are_kept(tmp_path):
     x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
     assert np.asarray(fb.load(fb.save(tmp_path / "m", [x]))["0"]).tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i2", np.longdouble])
+def test_dtypes_that_jax_lacks(tmp_path, dtype):
+    tree = {"a": np.arange(3).astype(dtype)}
+    fb.save(tmp_path / "p", tree)
+    found = fb.load(tmp_path / "p", tree)["a"]
+    assert found.dtype == tree["a"].dtype
+    np.testing.assert_array_equal(found, tree["a"])
+    np.testing.assert_array_equal(fb.load(tmp_path / "p")["a"], tree["a"])

@@ -225,6 +225,14 @@ def test_the_tokenizer_of_every_family_is_read(model: str, pre: str):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_without_a_name_text_is_split_as_by_llama_cpp():
+    """Its default rule: punctuation alone, GPT-2's rule, runs of digits by threes."""
+    fields = {key: value for key, value in gguf_fields().items() if key != "tokenizer.ggml.pre"}
+    backend = tokenizer_from_gguf(fields).backend
+    pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("it's 12345!!x")]
+    assert pieces == ["it", "'", "s", "Ġ", "123", "45", "!!", "x"]
+
+
 # --- refusals ---
 
 

@@ -60,6 +60,7 @@ def tokenizer_fields(files: Mapping[str, bytes], config: Mapping[str, Any], voca
     tokens, kinds = _tokens(tokenizer, vocab)
     rules = list(_rules(tokenizer.get("pre_tokenizer")))
     if "bytes" in rules:
+        _check_byte_level(tokenizer)
         fields = _byte_level(model, rules, settings, tokens, kinds)
     elif model.get("byte_fallback"):
         fields = _sentencepiece(tokenizer, files, tokens, kinds)
@@ -142,6 +143,31 @@ def _rules(rule: Any) -> Iterator[str]:
         yield str(kind)
 
 
+def _check_byte_level(tokenizer: Mapping[str, Any]) -> None:
+    """Refuses steps before the merges that no field of GGUF describes.
+
+    NFC is one as well. llama.cpp leaves it out for Qwen, whose text is nearly always composed already.
+    """
+    for step in _steps(tokenizer.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":
+            raise UnsupportedError(f"tokenizer.json normalizes text by {step.get('type')}, which llama.cpp's BPE does not")
+    for step in _steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        if step.get("type") == "ByteLevel" and step.get("add_prefix_space"):
+            raise UnsupportedError(
+                "tokenizer.json puts a space before every text, which llama.cpp's byte-level BPE does not"
+            )
+
+
+def _steps(step: Any, parts: str) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer, those of sequences one by one."""
+    if not isinstance(step, dict):
+        return
+    if step.get("type") != "Sequence":
+        yield step
+    for part in _objects(step.get(parts)):
+        yield from _steps(part, parts)
+
+
 def _byte_level(
     model: Mapping[str, Any], rules: list[str], settings: Mapping[str, Any], tokens: list[str], kinds: list[int]
 ) -> dict[str, Field]:
@@ -159,14 +185,15 @@ def _byte_level(
     if name == "smollm" and settings.get("clean_up_tokenization_spaces"):
         name = "refact"  # the same rule, but spaces before punctuation are removed when text is decoded
     merges = [" ".join(merge) if isinstance(merge, list) else str(merge) for merge in model.get("merges") or []]
+    if not merges:
+        raise UnsupportedError("tokenizer.json has no merges, and llama.cpp reads no BPE without them")
     fields: dict[str, Field] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
     }
-    if merges:
-        fields["tokenizer.ggml.merges"] = merges
     return fields
 
 

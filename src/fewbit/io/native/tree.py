@@ -267,7 +267,8 @@ def _described(leaf: PyTree) -> str:
     if is_qarray(leaf):
         return f"{leaf.scheme.name} for {leaf.dtype.name}[{', '.join(map(str, leaf.shape))}]"
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+        dtype = leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else leaf.dtype  # in any byte order
+        return f"{dtype}[{', '.join(map(str, leaf.shape))}]"
     return f"a Python {type(leaf).__name__}"
 
 
@@ -276,9 +277,9 @@ def _placed(value: PyTree, like: PyTree) -> PyTree:
     if is_qarray(like):
         return jax.tree.map(_placed, value, like)
     if isinstance(like, np.ndarray):
-        return np.array(value)
+        return np.array(value, like.dtype)
     if isinstance(like, np.generic):
-        return np.asarray(value)[()]
+        return np.asarray(value, like.dtype)[()]
     if not hasattr(like, "dtype"):
         return value
     sharding = getattr(like, "sharding", None)
@@ -315,5 +316,5 @@ def _unlike(value: object) -> Any:
 
 
 def _is_narrowed(dtype: np.dtype) -> bool:
-    """True if JAX, as configured, narrows this dtype."""
-    return jax.dtypes.canonicalize_dtype(dtype) != dtype
+    """True if JAX, as configured, narrows this dtype, or lacks it."""
+    return dtype.char in "gG" or jax.dtypes.canonicalize_dtype(dtype) != dtype

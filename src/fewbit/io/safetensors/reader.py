@@ -58,6 +58,11 @@ def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
     return Checkpoint(path, "safetensors", tensors_of(tensors, metadata), dict(metadata))
 
 
+def _tagged(constant: str) -> dict[str, str]:
+    """Infinity or NaN of a `config.json` as JSON: transformers 4 writes the constant, transformers 5 this object."""
+    return {"__float__": constant}
+
+
 def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     """Opens a directory with one safetensors file, or several and an index.
 
@@ -72,7 +77,9 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     else:
         stored, header = read_file(_only_file(path))
     config = path / CONFIG
-    metadata = parsed_object(file_text(config, "configuration"), str(config)) if config.is_file() else {}
+    metadata = {}
+    if config.is_file():
+        metadata = parsed_object(file_text(config, "configuration"), str(config), constant=_tagged)
     files = {
         file.name: content(file)
         for file in sorted(path.iterdir())

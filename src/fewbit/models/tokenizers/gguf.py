@@ -23,7 +23,6 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _SAME_RULE = {
-    "default": "gpt-2",
     "refact": "smollm",
     "llama-bpe": "dbrx",
     "llama-v3": "dbrx",

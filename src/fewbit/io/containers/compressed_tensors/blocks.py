@@ -79,8 +79,10 @@ class NVFP4(AbstractLayout):
 
     def why_not(self, weight: Weight) -> str | None:
         if weight.dtype != "bfloat16":
-            way = "`fewbit convert MODEL DIRECTORY --to hf` makes it bfloat16"
-            return f"NVFP4 decodes to bfloat16 there, and the weight is {weight.dtype}; {way}"
+            return (
+                f"NVFP4 decodes to bfloat16 there, and the weight is {weight.dtype}; store the model in bfloat16 first: "
+                "`fewbit convert MODEL DIRECTORY --to hf` does it for quantized weights, transformers' save_pretrained for float ones"
+            )
         if weight.activations is not None:
             return f"NVFP4 activations need a static input_global_scale there, and {weight.activations.name} has none"
         return _why_not_blocked(weight, SCHEMES["nvfp4"])
