@@ -220,3 +220,17 @@ def test_missing_keys_are_named():
         config_from_hf({k: v for k, v in HF_CONFIG.items() if k != "hidden_size"})
     with pytest.raises(QuantError, match=r"rope_parameters lacks the field 'factor'"):
         config_from_hf({**HF_CONFIG, "rope_scaling": {"type": "linear"}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        *(("mistral", 8), ("mixtral", 8), ("gpt_oss", 8), ("gemma2", 4), ("gemma3_text", 4), ("smollm3", 4)),
+        *(("qwen3_moe", 4), ("llama", 32)),
+    ],
+)
+def test_heads_of_keys_that_are_not_given_are_those_of_transformers(kind, heads):
+    form = {**CASES[kind][1], "model_type": kind, "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": 8}
+    assert config_from_hf(form).kv_heads == 32
+    del form["num_key_value_heads"]
+    assert config_from_hf(form).kv_heads == heads

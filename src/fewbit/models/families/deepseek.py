@@ -39,6 +39,7 @@ class _DeepSeek(Common, kw_only=True):
 
 
 class _DeepSeekV3(_DeepSeek, kw_only=True):
+    query_rank: Positive | None = msgspec.field(name="q_lora_rank", default=1536)
     normalized: bool = msgspec.field(name="norm_topk_prob", default=True)
     scale: Number = msgspec.field(name="routed_scaling_factor", default=2.5)
     dense: Count = msgspec.field(name="first_k_dense_replace", default=3)

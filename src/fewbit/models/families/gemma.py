@@ -22,11 +22,13 @@ class _Gemma(Windowed, kw_only=True):
 
 
 class _Gemma2(_Gemma, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=4)
     logit_cap: Number | None = msgspec.field(name="final_logit_softcapping", default=30.0)
     attention_cap: Number | None = msgspec.field(name="attn_logit_softcapping", default=50.0)
 
 
 class _Gemma3(_Gemma, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=4)
     logit_cap: Number | None = msgspec.field(name="final_logit_softcapping", default=None)
     pattern: Positive = msgspec.field(name="sliding_window_pattern", default=6)
     local_theta: Number | None = msgspec.field(name="rope_local_base_freq", default=None)

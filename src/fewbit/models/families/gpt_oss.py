@@ -11,6 +11,7 @@ from .family import Family, Number, Windowed, decoder_config, gguf_table, hf_tab
 
 
 class _GptOss(Windowed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
     head_dim: Positive | None = 64
     norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
     window: Count | None = msgspec.field(name="sliding_window", default=128)

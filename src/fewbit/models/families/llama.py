@@ -16,10 +16,12 @@ class _Llama(Common, kw_only=True):
 
 
 class _Mistral(Windowed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
     window: Count | None = msgspec.field(name="sliding_window", default=4096)
 
 
 class _Mixtral(Windowed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
     norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
     experts: Positive = msgspec.field(name="num_local_experts", default=8)
     active: Positive = msgspec.field(name="num_experts_per_tok", default=2)

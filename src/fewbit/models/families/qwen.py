@@ -39,6 +39,7 @@ class _Qwen2Moe(_Mixture, kw_only=True):
 
 
 class _Qwen3Moe(_Mixture, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=4)
     attention_bias: bool = False
 
 

@@ -11,6 +11,7 @@ from .family import Family, Windowed, decoder_config, read_config, window_fields
 
 
 class _SmolLM3(Windowed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=4)
     tied: bool = msgspec.field(name="tie_word_embeddings", default=True)
     attention_bias: bool = False
     mlp_bias: bool = False
