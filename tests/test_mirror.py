@@ -101,7 +101,7 @@ SUITES = (
     Suite(
         "ops/interpret/test_transparent.py",
         "unchanged code on quantized parameters",
-        {"ops/interpret": "evaluator indices", "ops/interpret/rules": "control_flow custom_derivatives layout products"},
+        {"ops/interpret": "evaluator indices", "ops/interpret/rules": "custom_derivatives"},
     ),
     Suite(
         "training/test_train.py",

@@ -112,6 +112,15 @@ def test_other_axes_short_tiles_and_stacks():
     assert np.array_equal(laws.numpy_dequantize(q).swapaxes(1, 2).reshape(12, 40), laws.numpy_dequantize(rows))
 
 
+def test_an_axis_shorter_than_its_tile():
+    w, x = W[:4, :48], X[:, :48]
+    q = _with_hessian(w, "nf4", fb.hessian_blocks(jnp.asarray(x), 64), rounds=1)
+    plain = _quantize(jnp.asarray(w), "nf4")
+    assert jax.tree.structure(q) == jax.tree.structure(plain) and q.scale.shape == plain.scale.shape
+    better, error = (np.square((laws.numpy_dequantize(a).astype(np.float64) - w) @ x.T).sum(1) for a in (q, plain))
+    assert (better <= error * SLACK).all() and better.sum() < 0.98 * error.sum()
+
+
 @pytest.mark.slow
 def test_special_tiles_stay_what_quantize_makes_of_them():
     w = W.copy()

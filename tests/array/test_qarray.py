@@ -133,6 +133,13 @@ def test_astype_changes_what_it_stands_for_only():
             q.astype(dtype)
 
 
+def test_a_scalar_is_refused():
+    q = make("uint4", (1, 1))
+    for compute in (lambda: q.reshape(()), lambda: q.reshape(), lambda: q[0].reshape(())):
+        with pytest.raises(QuantError, match=r"cannot reshape \(1.*\) into a scalar; a QArray has at least one axis"):
+            compute()
+
+
 def test_dequantize_to_a_dtype():
     q = make("int4")
     np.testing.assert_array_equal(fb.dequantize(q, jnp.float16), _dequantize(q).astype(jnp.float16))

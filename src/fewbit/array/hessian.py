@@ -147,7 +147,8 @@ class _Problem:
 
     @classmethod
     def of(cls, x: jax.Array, hessian: jax.Array, start: QArray, axis: int) -> "_Problem":
-        tile, width = start.tiles[axis] or x.shape[axis], x.shape[axis]
+        # `hessian_blocks` pads a tile that is longer than the axis.
+        tile, width = hessian.shape[-1], x.shape[axis]
         blocks = _blocks_first(x, tile, axis)
         is_real = (jnp.arange(len(blocks) * tile) < width).reshape(-1, 1, tile)
         hessian = jnp.where(is_real & is_real.mT, hessian.astype(jnp.float32), 0.0)

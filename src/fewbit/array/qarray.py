@@ -175,13 +175,15 @@ class QArray:
         return moved._as_transposed_from(source, tuple(before[a] for a in order))
 
     def reshape(self, *shape: int | tuple[int, ...]) -> "QArray":
-        """The array in another shape. QuantError if the sizes differ, or a tile or a byte would be cut."""
+        """The array in another shape. QuantError for a scalar, if the sizes differ, or a tile or a byte would be cut."""
         given = _unwrapped(shape)
         wanted = [operator.index(n) for n in given]
         if wanted.count(-1) == 1:
             wanted[wanted.index(-1)] = self.size // max(-int(np.prod(wanted)), 1)
         if int(np.prod(wanted)) != self.size or any(n < 0 for n in wanted):
             raise QuantError(f"cannot reshape {self.shape} into {given}: the sizes differ")
+        if not wanted:
+            raise QuantError(f"cannot reshape {self.shape} into a scalar; a QArray has at least one axis")
         if tuple(wanted) == self.shape:
             return self
         if not self.size:

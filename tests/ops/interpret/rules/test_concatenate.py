@@ -6,7 +6,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.ops.interpret.evaluator import NoRuleError
-from fewbit.ops.interpret.rules.concatenate import joined
+from fewbit.ops.interpret.rules.concatenate import joined, reversed_along, untiled
 
 DRAW = np.random.default_rng(0).normal
 
@@ -38,3 +38,18 @@ def test_a_byte_of_two_parts_is_refused():
     parts = [fb.quantize(DRAW(size=(4, n)).astype(np.float32), "int4_g1") for n in (33, 64)]
     with pytest.raises(NoRuleError, match="a byte would contain codes of two parts"):
         side_by_side(parts, 1)
+
+
+def test_an_empty_first_part_is_refused():
+    parts = [fb.quantize(DRAW(size=(4, n)).astype(np.float32), "int8") for n in (0, 8)]
+    with pytest.raises(NoRuleError, match="the first of the joined arrays has no elements"):
+        side_by_side(parts, 1)
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "int3_g32", "nf4_dq", "q4_1", "int8"])
+def test_a_short_last_tile_of_the_packed_axis(scheme):
+    q = fb.quantize(DRAW(size=(4, 100)).astype(np.float32), scheme)
+    rows = fb.dequantize(q)
+    for moved, expected in ((untiled(q, 1), rows), (reversed_along(q, (1,)), rows[:, ::-1])):
+        assert moved.shape == q.shape
+        np.testing.assert_array_equal(fb.dequantize(moved), expected)

@@ -35,6 +35,12 @@ def is_packed_along(q: QArray, axis: int) -> bool:
     return axis == q.scheme.pack_axis + q.ndim and unit_of(q) > 1
 
 
+def is_cut_along(q: QArray, axis: int) -> bool:
+    """Whether taking elements along an axis would cut bytes, of the codes or of quantized scales."""
+    has_packed_scales = isinstance(q.scale, QArray) and q.scale.shape[axis] > 1 and is_cut_along(q.scale, axis)
+    return has_packed_scales or is_packed_along(q, axis)
+
+
 def unit_of(q: QArray) -> int:
     """The number of codes at whose multiples the packed axis can be cut."""
     return codes_per_unit(q.scheme.format.bits, q.scheme.packing)
@@ -50,6 +56,8 @@ def joined(parts: Sequence[QArray], axis: int, join: Callable[[list[Any]], Any],
     if times == 1:
         inner = parts[:-1]
     length = tile_length(first, axis)
+    if length == 0:
+        raise NoRuleError("the first of the joined arrays has no elements, and so no tiles")
     for part in parts:
         _refuse_other_scheme(part, first, axis)
         if part.scale.shape[axis] != -(-part.shape[axis] // length):
@@ -169,10 +177,14 @@ def _packed(codes: jax.Array, q: QArray, axis: int) -> jax.Array:
 def untiled(q: QArray, axis: int) -> QArray:
     """The array with a separate scale per element along an axis. Likewise its zero point and its tensor scale."""
     n = q.shape[axis]
-    if q.scale.shape[axis] not in (1, n):
-        q = taken_rows(q, jnp.arange(n), axis)
 
     def repeated(leaf: jax.Array | QArray) -> jax.Array | QArray:
+        if leaf.shape[axis] not in (1, n):
+            tile_of_element = jnp.arange(n) // tile_length(q, axis)
+            if isinstance(leaf, QArray):
+                leaf = taken_rows(leaf, tile_of_element, axis)
+            else:
+                leaf = jnp.take(leaf, tile_of_element, axis=axis)
         leaf = spread(leaf, axis, n)
         return untiled(leaf, axis) if isinstance(leaf, QArray) else leaf
 

@@ -15,7 +15,7 @@ from ....array.qarray import QArray, is_qarray
 from ..evaluator import Evaluator, Rule
 from ..indices import Atom, open_jaxpr, scan_operands, while_operands
 from ..proxy import ArrayProxy, NoRuleError, is_proxy
-from .concatenate import spread
+from .concatenate import is_packed_along, spread
 from .scan_slice import ScanSlice, alone, is_sliced_lazily
 from .sharding import constrained
 
@@ -91,7 +91,7 @@ def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> li
         here = [c.in_turn(o) if isinstance(c, ArrayProxy) else c for c, o in zip((*consts, *hidden), own, strict=True)]
         inner = evaluator.with_inside(here[constants:]).function(params["jaxpr"])
         outputs = list(map(alone, inner(*here[:constants], *carry, *scanned(x, index))))
-        return tuple(outputs[:carries]), tuple(outputs[carries:])
+        return _next_carry(evaluator, eqn, outputs[:carries], carry), tuple(outputs[carries:])
 
     first = []
     if any(map(is_proxy, carry)):
@@ -117,30 +117,39 @@ def stacked(q: PyTree) -> PyTree:
         return q.stacked()
     if not isinstance(q, QArray):
         return q
-    if q.ndim == 1 or q.scheme.pack_axis == -q.ndim:
-        raise NoRuleError("the loop runs along the packed axis")
+    if q.ndim == 1:
+        raise NoRuleError("the loop runs along the only axis")
+    if is_packed_along(q, 0):
+        raise NoRuleError("the loop runs along the axis whose codes share bytes")
     length = q.shape[0]
     if q.scale.shape[0] not in (1, length):
         q = taken_rows(q, jnp.arange(length), 0)
 
-    # An element has no such axis, so its scheme must not name a tile there.
+    # An element has no such axis, so its scheme must not name it.
     tile = {axis: n for axis, n in q.scheme.tile.items() if axis != -q.ndim}
-    scheme = q.scheme
-    if len(tile) < len(scheme.tile):
-        scheme = dataclasses.replace(scheme, tile=tile)
+    pack_axis = q.scheme.pack_axis if q.scheme.pack_axis > -q.ndim else -1
+    scheme = dataclasses.replace(q.scheme, tile=tile, pack_axis=pack_axis)
     return with_leaves(q, lambda leaf: stacked(spread(leaf, 0, length)), scheme=scheme)
 
 
 def _stable_carry(evaluator: Evaluator, eqn: jex_core.JaxprEqn, step: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
-    """The carry of a loop. QArrays that one step returns in another form are decoded."""
+    """The carry before a loop. Proxies that one step returns in another form are decoded."""
     if not any(map(is_proxy, carry)):
         return list(carry)
     after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)
-    stays = [_is_alike(a, b) for a, b in zip(carry, after, strict=True)]
+    stays = [not is_proxy(a) or _is_alike(a, b) for a, b in zip(carry, after, strict=True)]
     decoded = [c if s else evaluator.decoded(eqn, c, "the loop changes it") for c, s in zip(carry, stays, strict=True)]
     if all(stays):
         return decoded
     return _stable_carry(evaluator, eqn, step, decoded)
+
+
+def _next_carry(
+    evaluator: Evaluator, eqn: jex_core.JaxprEqn, outputs: Sequence[Any], carry: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The carry after one step. Proxies are decoded where the loop carries an array."""
+    reason = "the loop carries it as an array"
+    return tuple(o if is_proxy(c) else evaluator.decoded(eqn, o, reason) for o, c in zip(outputs, carry, strict=True))
 
 
 def _is_alike(before: PyTree, after: PyTree) -> bool:
@@ -156,9 +165,11 @@ def _while(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
     cond_consts, body_consts, carry = while_operands(eqn, values)
     cond, body = evaluator.function(params["cond_jaxpr"]), evaluator.function(params["body_jaxpr"])
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*body_consts, *c), carry)
-    return list(
-        jax.lax.while_loop(lambda c: cond(*cond_consts, *c)[0], lambda c: tuple(body(*body_consts, *c)), tuple(carry))
-    )
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _next_carry(evaluator, eqn, body(*body_consts, *carry), carry)
+
+    return list(jax.lax.while_loop(lambda c: cond(*cond_consts, *c)[0], step, tuple(carry)))
 
 
 def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:

@@ -16,7 +16,8 @@ from ....kernels.quantize.dispatch import dequantize
 from ..evaluator import Evaluator, Rule, bound
 from ..lookup import Lookup
 from ..proxy import NoRuleError
-from .concatenate import broadcasted, is_packed_along, joined, repacked, reshaped, reversed_along, untiled
+from .concatenate import broadcasted, is_cut_along, is_packed_along, joined, repacked, reshaped, reversed_along, untiled
+from .products import widened
 
 
 def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -98,11 +99,11 @@ def _dynamic_slice(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
         raise NoRuleError("the index is quantized")
     sizes = eqn.params["slice_sizes"]
     cut = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
-    if any(a == q.scheme.pack_axis + q.ndim for a in cut):
+    if any(is_cut_along(q, a) for a in cut):
         raise NoRuleError("a slice at a run-time index would cut bytes of the packed axis")
     for axis in cut:
         # Like lax, clip the start so that the slice is within the array.
-        start = jnp.clip(starts[axis], 0, q.shape[axis] - sizes[axis])
+        start = jnp.clip(widened(starts[axis]), 0, q.shape[axis] - sizes[axis])
         q = taken_rows(q, start + jnp.arange(sizes[axis], dtype=start.dtype), axis)
     if Lookup.of(eqn) is not None:
         return [dequantize(q)]  # a looked-up row is no weight any more
@@ -130,6 +131,8 @@ def _stack(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]
 def _tile(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     q = values[0]
     for axis, times in enumerate(eqn.params["reps"]):
+        if times == 0:
+            raise NoRuleError(f"no copy is taken along axis {axis}, so the result has no elements")
         if times > 1:
             q = joined([q] * times, axis, lambda leaves, axis=axis: jnp.concatenate(leaves, axis))
     return [q]

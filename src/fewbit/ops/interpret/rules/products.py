@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from ...._tiles import Tile
@@ -22,7 +22,7 @@ from ..evaluator import Evaluator, Rule, bound
 from ..indices import shape_of
 from ..lookup import Lookup
 from ..proxy import NoRuleError, is_proxy
-from .concatenate import is_packed_along, spread
+from .concatenate import is_cut_along, spread
 from .scan_slice import ScanSlice, sliced
 
 _DOT_SETTINGS = operator.itemgetter("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
@@ -112,7 +112,7 @@ def _gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any
         raise NoRuleError("the indices are quantized")
     lookup = Lookup.of(eqn)
     assert lookup is not None
-    if any(is_packed_along(q, axis) for axis in (*lookup.indexed, *lookup.batch)) or not shape_of(eqn.outvars[0]):
+    if any(is_cut_along(q, axis) for axis in (*lookup.indexed, *lookup.batch)) or not shape_of(eqn.outvars[0]):
         return bound(eqn, [dequantize(q), indices])
     return [filled(eqn, dequantize(_rows(eqn, lookup, q, indices)), indices)]
 
@@ -144,6 +144,7 @@ def gathered(eqn: jex_core.JaxprEqn, leaf: jax.Array, indices: jax.Array, tiles:
     matter. NoRuleError for slices that take neither one element nor all of an axis, and for tiles along a batch axis.
     """
     numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
+    indices = widened(indices)
     ndim = len(shape_of(eqn.outvars[0]))
     behind = range(ndim, ndim + leaf.ndim - len(shape))
     own = list(leaf.shape)
@@ -178,6 +179,7 @@ def filled(eqn: jex_core.JaxprEqn, rows: jax.Array, indices: jax.Array) -> jax.A
     if eqn.params["mode"] not in (None, jax.lax.GatherScatterMode.FILL_OR_DROP):
         return rows
     numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
+    indices = widened(indices)
     last = jnp.asarray([shape[axis] - sizes[axis] for axis in numbers.start_index_map], indices.dtype)
     # In lax, a negative index does not count from the end.
     is_inside = jnp.all((indices >= 0) & (indices <= jnp.broadcast_to(last, indices.shape)), axis=-1)
@@ -186,6 +188,12 @@ def filled(eqn: jex_core.JaxprEqn, rows: jax.Array, indices: jax.Array) -> jax.A
     if fill is None:
         fill = jnp.nan
     return jnp.where(is_inside, rows, jnp.full_like(rows, fill))
+
+
+def widened(indices: ArrayLike) -> jax.Array:
+    """Indices of at least 32 bits: an axis may be longer than what an int8 or uint8 holds."""
+    indices = jnp.asarray(indices)
+    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
 PRODUCT: dict[str, Rule] = {

@@ -1,0 +1,46 @@
+"""Loops whose carries and rows are quantized arrays."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fewbit as fb
+
+DRAW = np.random.default_rng(0).normal
+W = fb.quantize(DRAW(size=(2, 8, 8)).astype(np.float32), "int8")
+ZEROS = jnp.zeros((8, 8))
+
+LOOPS = {
+    "fori_loop": lambda w: lax.fori_loop(0, 2, lambda i, c: w[1], ZEROS),
+    "while_loop": lambda w: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, w[1]), (0, ZEROS))[1],
+    "scan": lambda w: lax.scan(lambda c, row: (row, c.sum()), ZEROS, w)[0],
+    "next to a quantized carry": lambda w: lax.fori_loop(0, 2, lambda i, c: (c[0], c[0]), (w[1], ZEROS))[1],
+}
+
+
+@pytest.mark.parametrize("piece", LOOPS.values(), ids=LOOPS)
+def test_a_carry_that_starts_as_an_array_stays_one(piece):
+    with pytest.raises(fb.UnsupportedError, match=r"(while|scan) decodes .*the loop carries it as an array"):
+        fb.transparent(piece)(W)
+    found = fb.transparent(piece, fallback="dequantize")(W)
+    np.testing.assert_array_equal(found, piece(fb.dequantize(W)))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "q8_0"])
+@pytest.mark.parametrize("shape", [(40, 8), (40, 8, 4)], ids=str)
+def test_a_loop_over_the_quantized_axis_of_codes_of_whole_bytes(scheme, shape):
+    q = fb.quantize(DRAW(size=shape).astype(np.float32), scheme, axis=0)
+
+    def rows(w):
+        return lax.scan(lambda c, row: (c, row.T), 0, w)[1]
+
+    found = fb.transparent(rows)(q)
+    assert fb.is_qarray(found)
+    np.testing.assert_array_equal(fb.dequantize(found), rows(fb.dequantize(q)))
+
+
+def test_a_loop_over_shared_bytes_is_refused():
+    q = fb.quantize(DRAW(size=(64, 8)).astype(np.float32), "int4_g32", axis=0)
+    with pytest.raises(fb.UnsupportedError, match="the loop runs along the axis whose codes share bytes"):
+        fb.transparent(lambda w: lax.scan(lambda c, row: (c, row), 0, w)[1])(q)
