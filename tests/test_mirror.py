@@ -55,7 +55,7 @@ SUITES = (
     Suite(
         "kvcache/test_attention.py",
         "attention over codes against the formula on decoded numbers",
-        {"kernels/attention": "dispatch problem reference"},
+        {"kernels/attention": "dispatch"},
     ),
     Suite(
         "conformance/test_products.py",
@@ -97,7 +97,7 @@ SUITES = (
         {"kernels/quantize/tpu": "backend dequantize dequantize_backend scales tiles"},
     ),
     # Products, and unchanged code.
-    Suite("ops/test_bilinear.py", "every product under every policy", {"ops": "conv conv_vjp policy ragged resolve_policy"}),
+    Suite("ops/test_bilinear.py", "every product under every policy", {"ops": "conv conv_vjp policy resolve_policy"}),
     Suite(
         "ops/interpret/test_transparent.py",
         "unchanged code on quantized parameters",

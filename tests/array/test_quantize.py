@@ -241,6 +241,12 @@ def test_zeros_tiny_scales_and_poison_with_a_given_scale():
     np.testing.assert_array_equal(dense, [[0, 0], [jnp.nan] * 2, [jnp.nan] * 2])
 
 
+@pytest.mark.parametrize(("name", "decoded"), [("int8", [2.0, -1.0]), ("binary", [0.0, 0.0])])
+def test_a_given_scale_of_zero_is_1_or_0_in_a_format_without_zero(name, decoded):
+    for scale in (0.0, 1e-39):
+        np.testing.assert_array_equal(fb.fake_quant(jnp.array([2.1, -1.3]), name, scale=scale), decoded)
+
+
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [

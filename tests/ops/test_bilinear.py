@@ -323,6 +323,26 @@ def test_the_tiled_axis_can_be_the_first_or_the_last():
     assert not np.array_equal(found["first"], found["last"])
 
 
+@pytest.mark.parametrize("policy", [INT8, pytest.param(ANEW, marks=pytest.mark.slow)], ids=["int8", "anew"])
+def test_a_scalar_is_not_quantized(policy):
+    """As an operand, and as the gradient of a full contraction: that of an operand is then the other one as it entered."""
+    x, w = normal(64), normal(64, seed=1)
+
+    def product(subscripts):
+        return lambda x, w: fb.einsum(subscripts, x, w, policy=policy)
+
+    got = jax.grad(product("i,i->"), (0, 1))(x, w)
+    is_original = policy.dlhs.operand != "forward"
+    for one, other, scheme in ((got[0], w, policy.weight), (got[1], x, policy.activation)):
+        np.testing.assert_allclose(one, other if is_original else faked(other, scheme, (0,)), rtol=1e-6)
+    scalar = jnp.float32(1.7)
+    for subscripts, operands in ((",i->i", (scalar, w)), ("i,->i", (x, scalar))):
+        y, pull = jax.vjp(product(subscripts), *operands)
+        place, scheme = (1, policy.weight) if operands[1].ndim else (0, policy.activation)
+        np.testing.assert_allclose(y, 1.7 * faked(operands[place], scheme, (0,)), rtol=1e-6)
+        np.testing.assert_allclose(pull(x)[place], 1.7 * x, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_weights_on_the_left_have_the_weight_s_arms():
     policy = fb.Policy("int4", "int8", dlhs="int8", drhs="fp8_e5m2")

@@ -160,6 +160,37 @@ def test_messages():
         normal(2, 4, 32) @ fb.quantize(normal(3, 32, 8), "int8", axis=-2)
 
 
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["floats", "qarrays"])
+def test_an_accumulator_is_refused_where_it_cannot_be_used(is_quantized):
+    x, w, policy = normal(4, 32), normal(8, 32, seed=1), fb.Policy("int8", "int8", accumulator="bfloat16")
+    if is_quantized:
+        x, w = fb.quantize(x, "int8"), fb.quantize(w, "int8")
+    with pytest.raises(fb.UnsupportedError, match=r"accumulator='bfloat16': sums of integer codes are exact in int32"):
+        fb.dot_general(x, w, (((1,), (1,)), ((), ())), policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "numbers", "message"),
+    [
+        (
+            (4, 5),
+            (32, 8),
+            (((1,), (0,)), ((), ())),
+            r"contraction axes \(1,\) of lhs \(4, 5\) have the lengths \[5\], .*\[32\]",
+        ),
+        ((4, 32), (32, 8), (((0, 1), (0,)), ((), ())), r"contraction axes \(0, 1\) .* \[4, 32\], .*\[32\]"),
+        ((1, 4, 32), (2, 32, 8), (((2,), (1,)), ((0,), (0,))), r"batch axes \(0,\) .* \[1\], .*\[2\]"),
+        ((32, 32), (32, 32), (((1, 1), (0, 0)), ((), ())), r"an axis of lhs twice: \(1, 1\)"),
+        ((32, 32), (32, 32), (((1, 0), (0, -2)), ((), ())), r"an axis of rhs twice: \(0, 0\)"),
+        ((32, 32), (32, 32), (((1,), (0,)), ((1,), (1,))), r"an axis of lhs twice: \(1, 1\)"),
+    ],
+)
+def test_shapes_are_compared_when_traced(left, right, numbers, message):
+    q = fb.quantize(jnp.ones(right), "int8", axis=-2)
+    with pytest.raises(fb.QuantError, match=message):
+        jax.eval_shape(lambda x: fb.dot_general(x, q, numbers), jnp.ones(left))
+
+
 def test_policy_json_and_messages():
     policy = fb.Policy("nf4", activation="int8")
     assert fb.Policy.from_json(policy.to_json()) == policy

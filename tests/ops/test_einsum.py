@@ -1,5 +1,8 @@
 """Einsums of quantized operands against those of the arrays they stand for."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -45,3 +48,25 @@ def test_preferred_type_and_messages():
     x = jnp.ones((2, 32), jnp.bfloat16)
     assert fb.einsum("bi,oi->bo", x, q, preferred_element_type=jnp.float32).dtype == jnp.float32
     assert fb.einsum("bi,oi->bo", x, q).dtype == jnp.bfloat16
+
+
+def test_a_policy_of_another_type_is_refused(unchecked):
+    x, w = jnp.ones((2, 32)), jnp.ones((8, 32))
+    for wrong in ("int4", {"weight": "int4"}, fb.Recipe((fb.Rule(".*", "int4"),))):
+        with pytest.raises(fb.QuantError, match=r"policy is .*; pass a Policy"):
+            fb.einsum("bi,oi->bo", x, w, policy=wrong)
+
+
+def test_the_key_reaches_a_policy_that_a_qarray_carries():
+    """Bit for bit as in `dot_general`, through a transpose and in both operands' gradients."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 32), (32, 8)))
+    policy = fb.Policy("int8", "int8", dlhs=fb.Arm("int8", rounding="stochastic"), drhs="int8")
+    q, key = dataclasses.replace(fb.quantize(w, "int8", axis=0), policy=policy), jax.random.key(3)
+
+    def squared(product):
+        return jax.value_and_grad(lambda x, scale: jnp.sum(product(x, dataclasses.replace(q, scale=scale)) ** 2), (0, 1))
+
+    want = squared(lambda x, q: fb.dot_general(x, q, (((1,), (0,)), ((), ())), key=key))(x, q.scale)
+    got = squared(lambda x, q: fb.einsum("bi,oi->bo", x, q.T, key=key))(x, q.scale)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

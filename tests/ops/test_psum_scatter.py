@@ -58,6 +58,9 @@ def test_along_another_axis_and_untiled():
     chunks = [list(jnp.split(row, DEVICES, axis=1)) for row in x]
     along = scattered(x, scheme="int8", scatter_dimension=1, tiled=True)
     assert_sums(along, chunks, "int8")
+    np.testing.assert_array_equal(scattered(x, scheme="int8", scatter_dimension=-1, tiled=True), along)
+    with pytest.raises(fb.QuantError, match="axis is -3, but the array has 2 axes"):
+        scattered(x, scheme="int8", scatter_dimension=-3, tiled=True)
     x = x[:, :DEVICES]
     untiled = scattered(x, scheme="int8")
     assert_sums(untiled, [list(row) for row in x], "int8")

@@ -205,9 +205,9 @@ def quantized_product(
 def _entering(
     bilinear: AbstractBilinear, config: ProductConfig, x: ArrayOrQArray, is_left: bool, scales: StepScales | None
 ) -> ArrayOrQArray:
-    """An operand as it enters the product."""
+    """An operand as it enters the product. A scalar has no axis for a scale and stays a float."""
     scheme = config.scheme(is_left)
-    if scheme is None or isinstance(x, QArray):
+    if scheme is None or isinstance(x, QArray) or not x.ndim:
         return x
     axes = _some(bilinear.contracted[int(not is_left)])
     if config.served is not None and is_left == config.weight_is_left:
@@ -267,12 +267,13 @@ def _operand_gradient(
 ) -> jax.Array:
     """The gradient of one operand in its dtype, zero where the mask stops it.
 
-    `scale` is the delayed scale of the incoming gradient, or None.
+    `scale` is the delayed scale of the incoming gradient, or None. Where the incoming gradient (of a full contraction) or the
+    other operand is a scalar, it has no axis for a scale and nothing is summed: their product is one of floats.
     """
     arm, where = config.arm(is_left), ""
     if config.label.path:
         where = f"{config.label}: "
-    if arm.gradient is None:
+    if arm.gradient is None or not g.ndim or not other.like.shape:
         operand = other.original
         if arm.operand == "forward":
             operand = other.forward

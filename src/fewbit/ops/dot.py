@@ -67,8 +67,8 @@ def dot_general(
         The product: batch axes, then the left's free axes, then the right's.
 
     Raises:
-        QuantError: when operands carry different policies and none is given, or a policy needs a key; for a QArray whose
-            leaves do not fit its scheme.
+        QuantError: when the dimension numbers do not fit the shapes; when operands carry different policies and none is given,
+            or a policy needs a key; for a QArray whose leaves do not fit its scheme.
         UnsupportedError: when the named backend cannot compute it, and for a policy with delayed scaling.
 
     >>> from fewbit.kernels.quantize import quantize
@@ -82,7 +82,7 @@ def dot_general(
     if isinstance(precision, list):
         precision = tuple(precision)
     left, right, config, key = resolved(lhs, rhs, policy, key)
-    numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
+    numbers = _normalized(dimension_numbers, left.shape, right.shape)
     dot = Dot(left.ndim, right.ndim, numbers, precision, preferred_element_type, backend, out_sharding)
     if config is not None:
         return quantized_product(dot, config, left, right, key=key)
@@ -244,7 +244,7 @@ def picked_dot(
     """
     one = element(stack, index)
     left, right, config, key = resolved(x, one, None, None)
-    numbers = _normalized(numbers, left.ndim, right.ndim)
+    numbers = _normalized(numbers, left.shape, right.shape)
     dot = Dot(left.ndim, right.ndim, numbers, precision, preferred, None)
     if config is None:
         return dot.forward(left, right, (stack, index))
@@ -310,15 +310,28 @@ def matmul_numbers(left: tuple[int, ...], right: tuple[int, ...]) -> DimensionNu
     return ((len(left) - 1,), (inner,)), (batch, batch)
 
 
-def _normalized(numbers: tuple[Any, Any], left_ndim: int, right_ndim: int) -> DimensionNumbers:
-    """The dimension numbers as tuples of non-negative axes, the contraction axes in order."""
-    (left, right), (left_batch, right_batch) = numbers
+def _normalized(numbers: tuple[Any, Any], left: tuple[int, ...], right: tuple[int, ...]) -> DimensionNumbers:
+    """The dimension numbers as tuples of non-negative axes, the contraction axes in order.
+
+    Raises:
+        QuantError: when they do not fit the shapes of the operands, which kernels would find only when they run.
+    """
 
     def axes(given: Sequence[int], ndim: int) -> tuple[int, ...]:
         return tuple(from_front(a, ndim) for a in given)
 
-    contracted = contraction_order(axes(left, left_ndim), axes(right, right_ndim))
-    return contracted, (axes(left_batch, left_ndim), axes(right_batch, right_ndim))
+    contracted, batch = ((axes(a, len(left)), axes(b, len(right))) for a, b in numbers)
+    for name, (a, b) in (("contraction", contracted), ("batch", batch)):
+        lengths = [left[axis] for axis in a], [right[axis] for axis in b]
+        if lengths[0] != lengths[1]:
+            raise QuantError(
+                f"the {name} axes {a} of lhs {left} have the lengths {lengths[0]}, and the axes {b} of rhs {right} have "
+                f"{lengths[1]}; they must be equal"
+            )
+    for name, taken in (("lhs", contracted[0] + batch[0]), ("rhs", contracted[1] + batch[1])):
+        if len(set(taken)) < len(taken):
+            raise QuantError(f"the dimension numbers use an axis of {name} twice: {taken}; each is contracted or batch once")
+    return contraction_order(*contracted), batch
 
 
 def untransposed(lhs: PyTree, rhs: PyTree, numbers: DimensionNumbers) -> tuple[PyTree, PyTree, DimensionNumbers]:

@@ -11,10 +11,12 @@ from jaxtyping import Array, Key
 
 from ..array.qarray import QArray, is_qarray
 from ..errors import QuantError
+from ..kernels.quantize.dispatch import dequantize
 from .interpret.proxy import is_proxy
 from .interpret.transparent import transparent
 from .policy import Policy
 from .qat.latent import Latent
+from .resolve_policy import refuse_unless_policy
 
 
 def einsum(
@@ -41,12 +43,17 @@ def einsum(
     Returns:
         The contraction.
 
+    Raises:
+        QuantError: when `policy` is not a Policy, or is given with a QArray operand; when operands carry different policies, or
+            a policy needs a key.
+
     >>> from fewbit.kernels.quantize import quantize
     >>> einsum("bi,oi->bo", jnp.ones((2, 4)), quantize(jnp.eye(4), "int8")).shape
     (2, 4)
     """
     if not isinstance(subscripts, str):
         raise QuantError(f"subscripts is {type(subscripts).__name__}; pass a string such as 'bi,oi->bo'")
+    refuse_unless_policy(policy)
     if policy is not None:
         *others, last = operands
         if is_proxy(last) or any(map(is_qarray, others)):
@@ -54,7 +61,18 @@ def einsum(
                 "policy= is given, but an operand is a QArray; pass float arrays, or let the QArray carry the policy"
             )
         operands = (*others, Latent(jnp.asarray(last), key, policy))
+    elif key is not None:
+        operands = tuple(_with_key(x, key) for x in operands)
     return _contraction(subscripts, precision, preferred_element_type)(*operands)
+
+
+def _with_key(x: ArrayLike | QArray | Latent, key: Key[Array, ""]) -> ArrayLike | QArray | Latent:
+    """A QArray whose policy draws random numbers as a Latent with its codes and the key. Anything else as it is."""
+    if not (isinstance(x, QArray) and isinstance(x.policy, Policy)):
+        return x
+    if not (x.policy.dlhs.needs_key or x.policy.drhs.needs_key):
+        return x
+    return Latent(dequantize(x), key, x.policy, prequantized=x)
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from .._tiles import from_front
 from ..array import scheme as as_scheme
 from ..errors import QuantError
 from ..kernels.quantize.dispatch import dequantize, quantize
@@ -45,7 +46,7 @@ def psum_scatter(
         The sum of this device's chunk in the dtype of `x`, accumulated in float32. A tile with a NaN becomes NaN.
 
     Raises:
-        QuantError: when the axis does not divide into chunks.
+        QuantError: when `x` does not have the axis, or it does not divide into chunks.
 
     >>> from fewbit.ops import psum_scatter
     >>> mesh = jax.make_mesh((2,), ("data",))
@@ -56,6 +57,7 @@ def psum_scatter(
     [254.0, 7.0, 130.0, 134.0]
     """
     chosen, count = as_scheme(scheme), jax.lax.axis_size(axis_name)
+    scatter_dimension = from_front(scatter_dimension, x.ndim)
     length = x.shape[scatter_dimension]
     if length % count or not (tiled or length == count):
         raise QuantError(f"axis {scatter_dimension} of {x.shape} does not divide into chunks for {count} devices")

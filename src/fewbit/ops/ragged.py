@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int, Key
 
 from ..array.qarray import QArray, is_qarray
-from ..errors import UnsupportedError
+from ..errors import QuantError, UnsupportedError
 from ..kernels.backend import AbstractBackend
 from ..kernels.qmatmul.code_product import CodeProduct, refuse_accumulator
 from ..kernels.qmatmul.dispatch import product as selected_product
@@ -57,7 +57,8 @@ def ragged_dot(
         The products, `[M, N]`.
 
     Raises:
-        QuantError: when operands carry different policies and none is given, or a policy needs a key.
+        QuantError: when shapes or `group_sizes` do not match; when operands carry different policies and none is given, or a
+            policy needs a key.
         UnsupportedError: where the named backend cannot compute it.
 
     >>> from fewbit.kernels.quantize import quantize
@@ -113,7 +114,8 @@ def ragged_dot_general(
         The products.
 
     Raises:
-        QuantError: when operands carry different policies and none is given, or a policy needs a key.
+        QuantError: when shapes or `group_sizes` do not match; when operands carry different policies and none is given, or a
+            policy needs a key.
         UnsupportedError: where the named backend cannot compute it, and for a policy with dimension numbers other than
             those of `ragged_dot`.
 
@@ -123,9 +125,10 @@ def ragged_dot_general(
     (5, 2)
     """
     left, right, config, key = resolved(lhs, rhs, policy, key)
-    numbers = _hashable(ragged_dot_dimension_numbers)
+    numbers, sizes = _hashable(ragged_dot_dimension_numbers), jnp.asarray(group_sizes)
+    _refuse_mismatch(numbers, left.shape, right.shape, sizes)
     product = RaggedDot(numbers, left.shape[0], precision, preferred_element_type, backend)
-    extra = (jnp.asarray(group_sizes), group_offset)
+    extra = (sizes, group_offset)
     if config is None:
         return product.forward(left, right, extra)
     if numbers != _hashable(PLAIN):
@@ -267,6 +270,23 @@ _OVER_COLUMNS = (((1,), (2,)), ((), ())), (0,), (0,)
 
 _OVER_ROWS = (((0,), (0,)), ((), ())), (0,), ()
 """The dimension numbers of the gradient of the matrices: `[M, K]` with `g [M, N]`, summed over each group's rows."""
+
+
+def _refuse_mismatch(numbers: tuple[Any, Any, Any], left: tuple[int, ...], right: tuple[int, ...], sizes: jax.Array) -> None:
+    """Raises a QuantError for operands that do not fit `ragged_dot`.
+
+    Kernels would find it only when they run. For other dimension numbers JAX compares the shapes.
+    """
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise QuantError(f"group_sizes is {sizes.dtype.name}; pass integers, the number of rows in each group")
+    if numbers not in (_hashable(PLAIN), _OVER_COLUMNS):
+        return
+    contracted = numbers[0][0][1][0]
+    if len(left) != 2 or len(right) != 3 or left[1] != right[contracted]:
+        layout = "[G, K, N]" if contracted == 1 else "[G, N, K]"
+        raise QuantError(f"lhs has shape {left} and rhs {right}; pass rows [M, K] and a matrix for each group, {layout}")
+    if sizes.shape != right[:1]:
+        raise QuantError(f"group_sizes has shape {sizes.shape}; pass one number for each of the {right[0]} groups of rhs")
 
 
 def _hashable(numbers: RaggedDotDimensionNumbers) -> tuple[Any, Any, Any]:

@@ -77,8 +77,7 @@ def resolved(
             leaves do not fit its scheme.
         UnsupportedError: for a policy with delayed scaling whose weight carries no scales of earlier steps.
     """
-    if policy is not None and not isinstance(policy, Policy):
-        raise QuantError(f"policy is {policy!r}; pass a Policy, such as fb.Policy('int8', activation='int8')")
+    refuse_unless_policy(policy)
     if policy is None:
         policy = _carried_policy(lhs, rhs)
     if key is None:
@@ -101,6 +100,12 @@ def resolved(
     return left, right, ProductConfig(policy, weight_is_left, scales, served, prequantized, label), key
 
 
+def refuse_unless_policy(policy: object) -> None:
+    """Raises a QuantError for an argument `policy` that is neither a Policy nor None."""
+    if policy is not None and not isinstance(policy, Policy):
+        raise QuantError(f"policy is {policy!r}; pass a Policy, such as fb.Policy('int8', activation='int8')")
+
+
 def operand(x: ArrayLike | QArray, what: str) -> jax.Array | QArray:
     """An operand as an array or a valid QArray. `what` names it in the QuantError of leaves that do not fit the scheme."""
     if not isinstance(x, QArray):
@@ -111,9 +116,10 @@ def operand(x: ArrayLike | QArray, what: str) -> jax.Array | QArray:
 
 def _is_needed(policy: Policy, lhs: jax.Array | QArray, rhs: jax.Array | QArray) -> bool:
     """Whether a policy changes the product of two operands, forwards or backwards."""
-    has_backward = policy.dlhs != FLOAT or policy.drhs != FLOAT
+    if policy.accumulator is not None or policy.dlhs != FLOAT or policy.drhs != FLOAT:
+        return True
     floats = 2 - is_qarray(lhs) - is_qarray(rhs)
-    return has_backward or (policy.activation is not None and floats > 0) or floats == 2
+    return (policy.activation is not None and floats > 0) or floats == 2
 
 
 def _has_left_weight(lhs: object, rhs: object) -> bool:

@@ -151,6 +151,20 @@ def test_zeros_nan_and_tiny_values(backend):
     assert np.isnan(got[0, 1, 0]).all() and np.isfinite(got[0, 0]).all() and np.isfinite(got[0, 1, 1:]).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_value_that_is_not_finite_is_not_lost(backend):
+    """A width of 20 and 21 runs: in such layouts XLA's maximum on CPU loses a NaN."""
+    scheme = kv_policy("int8").keys
+    keys, values = (fb.quantize(draws(2, 2, 1300, 20, seed=seed), scheme) for seed in (1, 2))
+    q = fb.quantize(draws(2, 6, 1, 20, seed=3), QUERIES)
+    for bad in (jnp.nan, jnp.inf):
+        spoiled = dataclasses.replace(values, scale=values.scale.at[1, 0, 3].set(bad))
+        got = by_backend(q, Block(keys, spoiled, jnp.array([600], jnp.int32)), backend)
+        expected = np.zeros(got.shape, bool)
+        expected[1, :3] = True
+        np.testing.assert_array_equal(np.isnan(got), expected)
+
+
 def test_a_block_of_floats_takes_the_dequantized_queries():
     q, block = operands("odd")
     layer = block.of_layer()

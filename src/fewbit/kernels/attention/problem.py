@@ -6,6 +6,7 @@ from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -100,7 +101,7 @@ def seen_positions(start: Int[Array, ""] | int, count: int) -> Int[Array, " T"]:
     return jnp.int32(start) + jnp.arange(1, count + 1, dtype=jnp.int32)
 
 
-def window_start(seen: Int[Array, " T"], window: Int[Array, ""] | int) -> Int[Array, " T"] | None:
+def window_start(seen: Int[Array, " T"], window: Int[Array, ""] | np.integer | int) -> Int[Array, " T"] | None:
     """The first positions of sliding windows.
 
     Args:
@@ -108,14 +109,14 @@ def window_start(seen: Int[Array, " T"], window: Int[Array, ""] | int) -> Int[Ar
         window: how many positions a token attends to; 0: all.
 
     Returns:
-        For each new token the first position; None without a window.
+        For each new token the first position; None where `window` is the Python or NumPy integer 0.
 
     >>> window_start(seen_positions(4, 3), 3).tolist()
     [2, 3, 4]
     """
-    if isinstance(window, int) and window == 0:
+    if isinstance(window, int | np.integer) and window == 0:
         return None
-    return jnp.maximum(seen - jnp.int32(window), 0)
+    return jnp.where(window == 0, 0, jnp.maximum(seen - jnp.int32(window), 0))
 
 
 @dataclasses.dataclass(frozen=True)

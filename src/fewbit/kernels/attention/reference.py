@@ -156,7 +156,8 @@ def _int8_mixed(weights: Float[Array, "B K R S"], values: Int8[Array, "B K S h"]
     codes = jnp.round(shares * 127).astype(jnp.int8)
     numbers = (((4,), (3,)), ((0, 1, 3), (0, 1, 2)))
     sums = lax.dot_general(codes, values, numbers, preferred_element_type=jnp.int32)  # [B, K, runs, R, h]
-    unit = jnp.where(jnp.isfinite(highest), highest / 127, jnp.nan)
+    # XLA's maximum may lose a NaN, so weights that are not finite are found without it.
+    unit = jnp.where(jnp.isfinite(weights).all(axis=-1, keepdims=True), highest / 127, jnp.nan)
     return jnp.sum(sums.astype(jnp.float32) * unit.swapaxes(2, 3), axis=2)
 
 
@@ -176,16 +177,16 @@ def _with_odd_values(
     position of a kind decides; with one, the last position before the row's end. Where all heads or coordinates of a
     position share a scale, J or w is 1.
     """
-    S = values.shape[2]
     place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     is_odd = ~jnp.isfinite(values)
     seen = jnp.tile(block.seen, G)  # [R]
+    none = jnp.iinfo(jnp.int32)  # before and after every position, for `seen` and `first` may be out of bounds
 
     def sees(kind: Bool[Array, "B J S w"]) -> Bool[Array, "B J R w"]:
         if block.first is None:
-            first = jnp.min(jnp.where(kind, place, S), axis=2, keepdims=True, initial=S)
+            first = jnp.min(jnp.where(kind, place, none.max), axis=2, keepdims=True, initial=none.max)
             return first < seen.reshape(1, 1, -1, 1)
-        last = lax.cummax(jnp.where(kind, place, -1), axis=2)
+        last = lax.cummax(jnp.where(kind, place, none.min), axis=2)
         before = jnp.take(last, jnp.maximum(seen - 1, 0), axis=2, mode="clip")
         return (before >= jnp.tile(block.first, G).reshape(1, 1, -1, 1)) & (seen > 0).reshape(1, 1, -1, 1)
 
