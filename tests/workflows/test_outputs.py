@@ -105,6 +105,13 @@ def test_compare_is_eval_of_what_quantize_writes(found, tmp_path):
     assert (recipe["outputs"], recipe["blocks"]) == (quality["outputs"], quality["blocks"])
 
 
+def test_activations_that_stay_float_are_noted(found):
+    of = found("vit")
+    text = output("compare", of.path, "-r", "w8a8,nf4")
+    assert text.count("w8a8: transformers runs the weights alone: the activations of ") == 1
+    assert "nf4: transformers" not in text
+
+
 def output(*arguments, status=0):
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     assert result.exit_code == status, result.output

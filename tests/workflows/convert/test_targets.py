@@ -64,3 +64,15 @@ def test_a_weight_that_the_source_stores_quantized_is_refused_with_a_way_to_deco
     stored = workflows.load(tmp_path / "q")
     with pytest.raises(UnsupportedError, match=r"is quantized in .* already; `fewbit convert .* DIRECTORY --to hf` decodes"):
         workflows.quantize(stored, workflows.plan_model(stored, recipe="keep"), tmp_path / "out", to="simple")
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("to", ["fewbit", "hf", "orbax"])
+def test_sizes_are_those_of_what_is_written(tmp_path, to):
+    if to == "orbax":
+        pytest.importorskip("orbax.checkpoint")
+    model = workflows.load(llama_directory(tmp_path / "llama"))
+    done = workflows.quantize(model, workflows.plan_model(model, recipe="int8"), tmp_path / "q", to=to)
+    written = workflows.load(done.path)
+    assert done.array_bytes == written.nbytes
+    assert done.file_bytes == workflows.inspect(done.path).file_bytes
