@@ -267,9 +267,9 @@ def test_what_other_methods_leave_of_rounding_and_of_gptq():
     assert [percent("qep", "gptq", scheme)[0] for scheme in ("int3_g64", "int2_g32")] == [64, 28]
     assert percent("awq+gptq", "gptq", *four, "int3_g64", "int2_g32") == [93, 108]
     best = {scheme: min((m for s, m in kl if s == scheme), key=lambda m: kl[scheme, m]) for scheme in SCHEMES}
-    assert best == dict.fromkeys(("mxfp4", "nvfp4", "nf4", "int2_g32"), "qep") | dict.fromkeys(
-        ("int4_g64", "int3_g64"), "gptq_mse"
-    )
+    assert all(best[scheme] == "qep" for scheme in ("mxfp4", "nvfp4", "int2_g32"))
+    assert best["int3_g64"] == "gptq_mse"
+    assert all(98 <= percent("qep", "gptq_mse", scheme)[0] <= 102 for scheme in ("int4_g64", "nf4"))
 
 
 def test_what_searched_scales_leave_of_a_decoder_and_of_speech():
@@ -277,7 +277,7 @@ def test_what_searched_scales_leave_of_a_decoder_and_of_speech():
     left = {scheme: f"{100 * row['kl'] / gptq[scheme]['kl']:.0f} %" for scheme, row in ours.items()}
     assert "leaves {int3_g64} of GPTQ's divergence at 3 bits".format(**left) in PAGE
     assert (
-        "{int4_g64} of it in `int4_g64` (0.0836 for 0.1070), {nf4} in NF4, and {int2_g32} at 2 bits".format(**left) in PAGE
+        "{int4_g64} of it in `int4_g64` (0.0856 for 0.1077), {nf4} in NF4, and {int2_g32} at 2 bits".format(**left) in PAGE
     )
     assert (
         f"where perplexity is {ours['int3_g64']['perplexity']:.2f} and GPTQ has {gptq['int3_g64']['perplexity']:.2f}" in PAGE
