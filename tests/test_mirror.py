@@ -112,7 +112,7 @@ SUITES = (
     Suite(
         "calibration/test_observe.py",
         "what calibration batches show, by parameter",
-        {"calibration": "measure stats", "ops/interpret": "observe"},
+        {"calibration": "measure stats", "ops/interpret": "observe offsets"},
     ),
     Suite("calibration/test_ranges.py", "every estimator of ranges", {"calibration": "range_rules"}),
     # Recipes and training.

@@ -53,8 +53,8 @@ def parsed(text: bytes, where: str, *, constant: Callable[[str], Any] | None = N
         constant: what NaN, Infinity and -Infinity become, which Python writes and JSON lacks; None refuses them.
 
     Raises:
-        QuantError: when the text is not UTF-8 or not JSON, repeats a key, contains NaN or infinity (without `constant`), a number beyond float64 or
-            a lone surrogate, or exceeds a limit of length, depth, count or digits.
+        QuantError: when the text is not UTF-8 or not JSON, repeats a key, contains NaN or infinity (without `constant`), a number
+            beyond float64 or a lone surrogate, or exceeds a limit of length, depth, count or digits.
 
     >>> parsed(b'{"a": [1, 2.5]}', "config.json")
     {'a': [1, 2.5]}

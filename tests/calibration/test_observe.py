@@ -128,6 +128,83 @@ def test_hessians_follow_the_order_of_the_weights_axes():
         np.testing.assert_allclose(stats["w"].hessian, flat.T @ flat, rtol=1e-5, atol=1e-5)
 
 
+def conv(x, kernel):
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+FLAT, IMAGES = normal(5, 6), normal(2, 4, 4, 2)
+MOVED = {  # a stored weight, the product with the moved weight, and the same product with the weight as it is
+    "transposed": (
+        (2, 3, 4),
+        lambda w: jnp.tensordot(FLAT.reshape(5, 2, 3).transpose(0, 2, 1), w.transpose(1, 0, 2), 2),
+        lambda w: FLAT @ w.reshape(6, 4),
+    ),
+    "merged": (
+        (2, 3, 4),
+        lambda w: FLAT.reshape(5, 2, 3).transpose(0, 2, 1).reshape(5, 6) @ w.transpose(1, 0, 2).reshape(6, 4),
+        lambda w: FLAT @ w.reshape(6, 4),
+    ),
+    "interleaved": (
+        (6, 4),
+        lambda w: (
+            FLAT.reshape(5, 2, 3).transpose(0, 2, 1).reshape(5, 6) @ w.reshape(2, 3, 4).transpose(1, 0, 2).reshape(6, 4)
+        ),
+        lambda w: FLAT @ w,
+    ),
+    "reversed": ((6, 4), lambda w: FLAT[:, ::-1] @ w[::-1], lambda w: FLAT @ w),
+    "kernel": (
+        (3, 2, 3, 3),
+        lambda w: conv(IMAGES, w.transpose(2, 3, 1, 0)),
+        lambda w: jax.lax.conv_general_dilated(IMAGES, w, (1, 1), "SAME", dimension_numbers=("NHWC", "OIHW", "NHWC")),
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "moved", "plain"), MOVED.values(), ids=MOVED)
+def test_statistics_follow_the_stored_order_of_a_weight_that_is_moved_first(shape, moved, plain):
+    w = {"w": normal(*shape, seed=1)}
+    recipe = fb.Recipe((fb.Rule("w", "int8"),))
+    one, other = (
+        fb.observe(lambda w, x, fn=fn: fn(w["w"]), w, [normal(1)], recipe, collect=("hessian", "sum"))["w"]
+        for fn in (moved, plain)
+    )
+    np.testing.assert_allclose(one.hessian, other.hessian, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(one.sum, other.sum, rtol=1e-5, atol=1e-5)
+
+
+BATCHED = {
+    "first": ((3, 4, 2), (-3,), lambda w, x: jnp.einsum("tek,eko->teo", x, w)),
+    "last": ((2, 4, 3), (-1,), lambda w, x: jnp.einsum("tek,oke->teo", x, w)),
+    "vmap": ((2, 4, 3), (-1,), lambda w, x: jax.vmap(lambda x, w: x @ w.T, (1, 2))(x, w)),
+    "ragged": ((2, 4, 3), (-1,), lambda w, x: jax.lax.ragged_dot(x[:, 0], w.transpose(2, 1, 0), jnp.array([2, 0, 3]))),
+    "loop": (
+        (2, 2, 4, 3),
+        (-1,),
+        lambda w, x: jax.lax.scan(lambda c, w: (c, jnp.einsum("tek,oke->teo", x, w)), 0, w)[1],
+    ),
+    "part": ((12, 2), (), lambda w, x: jnp.einsum("tek,eko->teo", x, w.reshape(3, 4, 2))),
+    "reversed": ((3, 4, 2), (), lambda w, x: jnp.einsum("tek,eko->teo", x, w[::-1])),
+    "swapped": ((2, 3, 4, 2), (-3, -4), lambda w, x: jnp.einsum("teak,aeko->teao", jnp.stack([x, x], 2), w)),
+}
+
+
+@pytest.mark.parametrize(("shape", "batch", "product"), BATCHED.values(), ids=BATCHED)
+def test_an_observation_names_the_batch_axes_of_the_weight(shape, batch, product):
+    stats = fb.observe(lambda w, x: product(w["w"], x), {"w": normal(*shape)}, [normal(5, 3, 4)], RECIPE, collect=("sum",))
+    assert stats["w"].batch == batch
+
+
+def test_products_with_other_batch_axes_are_not_joined():
+    def both(params, x):
+        w = params["w"]
+        return jnp.einsum("tek,eko->teo", x, w), jnp.einsum("tek,oke->teo", x, w)
+
+    w, x = {"w": normal(3, 4, 3)}, normal(5, 3, 4)
+    with pytest.raises(fb.UnsupportedError, match="the products of w have different batch axes"):
+        fb.observe(both, w, [x], RECIPE, collect=("sum",))
+    assert fb.observe(both, w, [x], RECIPE)["w"].batch is None, "one range needs none"
+
+
 def test_hessians_and_channels():
     def experts(params, x):
         return jnp.einsum("etk,ekn->etn", x, params["e"]), jnp.einsum("eab,abn->en", x[:, :2, :4], params["m"])

@@ -200,3 +200,9 @@ def test_states_are_float32_where_float64_is_on(rule: AbstractRange):
         state = rule.init().update(jnp.asarray(BATCHES[0], jnp.float64)).update(jnp.asarray(BATCHES[1], jnp.float64))
         scale, _ = state.scale("int8")
     assert state.low.dtype == state.high.dtype == scale.dtype == jnp.float32 and state.count.dtype == jnp.int32
+
+
+@each_rule
+def test_a_scalar_is_a_batch(rule):
+    state = rule.init().update(jnp.float32(-2.0))
+    assert float(state.low) == -2.0

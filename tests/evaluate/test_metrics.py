@@ -9,6 +9,7 @@ import pytest
 import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.evaluate import estimate, kl_divergence, sqnr_db, top1_agreement
+from fewbit.evaluate.metrics import token_losses
 
 RNG = np.random.default_rng(0)
 P = RNG.normal(size=(40, 5, 97)) * 3
@@ -96,3 +97,34 @@ def test_sqnr_at_its_edges():
     assert math.isnan(sqnr_db(one, one * jnp.nan))
     with pytest.raises(QuantError, match=r"reference has shape \(2, 3\) and approx \(3,\); they must be the same"):
         sqnr_db(one, jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (jnp.full(4, 1e-25), jnp.full(4, 5e-26)),
+        (jnp.full(4, 1e20), jnp.full(4, 5e19)),
+        (jnp.full(4, 3e38), jnp.full(4, -3e38)),
+        (np.full(4, 1e300), np.full(4, -1e300)),
+        (np.full(4, 1e-300), np.full(4, 2e-300)),
+        (np.ones(4), 1 + np.full(4, 1e-9)),
+    ],
+    ids=["small", "large", "largest", "large float64", "small float64", "near float64"],
+)
+def test_sqnr_at_extreme_magnitudes(x, y):
+    ratio = float(x[0]) / (float(x[0]) / 2 - float(y[0]) / 2) / 2
+    assert sqnr_db(x, y) == pytest.approx(20 * math.log10(abs(ratio)), abs=1e-5)
+
+
+def test_sqnr_of_infinities():
+    one, infinite = jnp.ones(2), jnp.full(2, jnp.inf)
+    assert sqnr_db(one, infinite) == -math.inf and math.isnan(sqnr_db(infinite, one))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_logits_of_16_bits_are_computed_in_float32(dtype):
+    logits, others = (jnp.asarray(np.random.default_rng(seed).standard_normal((3, 8)), dtype) for seed in range(2))
+    wide, wide_others = logits.astype(jnp.float32), others.astype(jnp.float32)
+    targets = jnp.array([1, 2, 3])
+    np.testing.assert_array_equal(token_losses(logits, targets), token_losses(wide, targets))
+    assert kl_divergence(logits, others) == kl_divergence(wide, wide_others)

@@ -627,6 +627,11 @@ def test_the_configuration_names_rules_by_layer_and_sparsity(tmp_path):
         ({"act_quantization_calibration_method": "fixed,6"}, fb.QuantError, "does not read act_quantization"),
         ({"constant_bound_config": "1,1,1,1,1,1"}, fb.QuantError, "does not read constant_bound_config"),
         (
+            {"quantization": "aqt_fp8_full", "constant_bound_config": "[1,2,3,4,5,6]"},
+            fb.QuantError,
+            r"constant_bound_config is '\[1,2,3,4,5,6\]', must be six numbers",
+        ),
+        (
             {"quantization": "fp4", "quantization_local_shard_count": 0},
             fb.UnsupportedError,
             "quantization_local_shard_count=0",

@@ -67,6 +67,22 @@ def test_a_plan_for_another_tree_frees_nothing():
     assert not any(w.is_deleted() for w in source["layers"])
 
 
+@pytest.mark.parametrize(
+    ("last", "recipe", "error"),
+    [
+        (lambda w: w.at[0, 0].set(jnp.nan), "int8", "NaN or infinite values in layers/"),
+        (lambda w: fb.quantize(w, "int8", axis=0), "int8", "is quantized already"),
+    ],
+    ids=["NaN", "quantized"],
+)
+def test_a_refused_parameter_frees_nothing(last, recipe, error):
+    source, plan = params(), fb.plan(fn, params(), X, recipe=recipe)
+    source["layers"][-1] = last(source["layers"][-1])
+    with pytest.raises(fb.QuantError, match=error):
+        tree.quantize(fn, source, X, recipe=plan, donate=True)
+    assert not any(w.is_deleted() for w in source["layers"][:-1])
+
+
 @pytest.fixture(scope="module")
 def eqx():
     return pytest.importorskip("equinox")

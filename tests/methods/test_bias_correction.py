@@ -148,3 +148,13 @@ def test_what_is_refused():
             correct_biases(params, quantized, plan, stats, biases=biases)
     with pytest.raises(fb.QuantError, match="different parameters: "):
         correct_biases(params["dense"], quantized, plan, stats)
+
+
+def test_batch_axes_that_are_not_first_are_refused():
+    def last(params, x):
+        return jnp.einsum("etk,nke->etn", x, params["w"]) + params["b"][:, None]
+
+    params, x = {"w": normal(3, K, 3), "b": normal(3, 3)}, normal(3, ROWS, K)
+    with pytest.raises(fb.UnsupportedError, match=r"w has the batch axes \(-1,\).*store them first and in this order"):
+        corrected(last, params, x)
+    corrected(last, params, x, biases={"w": None})

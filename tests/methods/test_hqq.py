@@ -76,9 +76,13 @@ def test_through_quantize_params_and_tables():
         assert lp_error(q[name], x) < lp_error(fb.quantize(x, "int4_g64"), x)
 
 
-def test_zeros_and_settings():
-    q = HQQ().quantized(jnp.zeros((2, 64)), fb.scheme("affine4"), (-1,), None)
+@pytest.mark.parametrize("scheme", ["affine4", "iq4_nl", "binary"])  # formats with and without a zero
+def test_zeros_stay_zero(scheme):
+    q = HQQ().quantized(jnp.zeros((2, 64)), fb.scheme(scheme), (-1,), None)
     np.testing.assert_array_equal(fb.dequantize(q), np.zeros((2, 64)))
+
+
+def test_settings():
     with pytest.raises(fb.QuantError, match=r"power is 1\.5, must be above 0 and at most 1"):
         HQQ(power=1.5)
     with pytest.raises(fb.QuantError, match="rounds 0; they must be above 0, at least 1, at least 1"):

@@ -10,7 +10,7 @@ import pytest
 import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.ops.policy import Policy
-from fewbit.recipe.quantize_row import quantize_finite, quantize_row, quantized_leaf
+from fewbit.recipe.quantize_row import observation_of, quantize_finite, quantize_row, quantized_leaf
 from fewbit.recipe.rows import PlanRow
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32)), jnp.float32)
@@ -47,3 +47,8 @@ def test_identical_layers_compile_once(monkeypatch):
     for layer in range(3):
         quantize_finite(X, dataclasses.replace(ROW, path=f"layers/{layer}/w", reason=f"reason {layer}"))
     assert traced == ["layers/*/w"]
+
+
+def test_statistics_of_two_models_are_not_advised_of_observe():
+    with pytest.raises(QuantError, match=r"qep needs statistics of layers/0/w.*only `fewbit quantize --method qep`"):
+        observation_of(dataclasses.replace(ROW, ops=("dot_general",)), fb.methods.QEP(), None)

@@ -39,3 +39,4 @@ def test_bfloat16_is_halved_and_the_rest_is_kept() -> None:
     assert q.to("cpu").codes.device.type == "cpu"
     assert fbt.metrics(W, q) == fbt.metrics(W, fbt.dequantize(q, torch.float32))
     assert fbt.metrics(torch.zeros(2, 2), torch.zeros(2, 2), torch.ones(3, 2)) == fbt.Metrics(0.0, 0.0)
+    assert fbt.metrics(torch.zeros(1, 2), torch.ones(1, 2)) == fbt.Metrics(float("inf"))

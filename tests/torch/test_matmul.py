@@ -72,6 +72,18 @@ def test_functions_of_torch(q: "fbt.QTensor") -> None:
     assert_near(fbt.matmul(x.double(), q.T, backend="torch"), x, w.T, step=1e-15)
 
 
+def test_arguments_have_the_names_of_torch(q: "fbt.QTensor") -> None:
+    x, linear = torch.randn(5, 64), torch.nn.functional.linear
+    known, t = linear(x, q), q.T
+    for y in (linear(input=x, weight=q), torch.matmul(x, other=t), torch.mm(x, mat2=t), x.matmul(other=t), x.mm(mat2=t)):
+        assert torch.equal(y, known)
+    assert torch.equal(torch.mv(q, vec=x[0]), torch.mv(q, x[0]))
+    nan = torch.full((12,), torch.nan)
+    assert torch.equal(torch.addmm(input=nan, mat1=x, mat2=t, beta=0), known), "beta=0 drops a NaN"
+    ids = torch.tensor([1])
+    assert torch.equal(torch.nn.functional.embedding(ids, weight=q), torch.nn.functional.embedding(ids, q))
+
+
 def test_a_look_up_decodes_rows(q: "fbt.QTensor") -> None:
     ids = torch.tensor([[3, 0, 11], [3, 5, 1]])
     assert torch.equal(torch.nn.functional.embedding(ids, q, padding_idx=0), q.dequantize()[ids])

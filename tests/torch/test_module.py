@@ -115,7 +115,7 @@ def test_convolutions_and_their_gradient(spatial: int) -> None:
 def test_paddings_of_a_convolution() -> None:
     x, q = torch.randn(1, 4, 9), fbt.quantize(torch.randn(2, 4, 3), "int8", dim=(2, 1))
     for padding in ("same", "valid", 2):
-        y = nn.functional.conv1d(x[0], q, padding=padding, dilation=2)
+        y = nn.functional.conv1d(x[0], weight=q, padding=padding, dilation=2)
         assert torch.allclose(y, nn.functional.conv1d(x[0], q.dequantize(), padding=padding, dilation=2), atol=1e-5)
     with pytest.raises(fb.QuantError, match="needs strides of 1"):
         nn.functional.conv1d(x, q, padding="same", stride=2)
@@ -131,3 +131,9 @@ def test_files_take_tensors_of_every_dtype(tmp_path) -> None:
     assert all(
         loaded[name].dtype == state[name].dtype and torch.equal(loaded[name].float(), state[name].float()) for name in state
     )
+
+
+def test_convolutions_follow_autocast() -> None:
+    q = fbt.quantize(torch.randn(2, 4, 3), "int8", dim=(2, 1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert nn.functional.conv1d(torch.randn(1, 4, 9), q).dtype == torch.bfloat16

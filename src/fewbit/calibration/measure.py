@@ -38,6 +38,8 @@ class Observation:
             one: what `workflows.calibrated_weights` collects for QEP. None for ragged products.
         count: the number of vectors for each element of these axes, float32: one number, or `[G]` for groups; None with a
             range alone.
+        batch: the parameter's axes, negative, that are `*B`, in this order; static. Empty where `*B` are no whole axes of it. None
+            with a range alone and for a convolution; statistics from elsewhere may have None for the first axes.
     """
 
     # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
@@ -49,6 +51,7 @@ class Observation:
     hessian: Any = None
     cross: Any = None
     count: Any = None
+    batch: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -97,6 +100,8 @@ class Measure(AbstractMeasure):
             if name in self.collect:
                 vectors, sizes = _vectors(operand, x, name), operand.group_sizes
                 found[name], found["count"] = statistic(vectors, sizes), _count(vectors, sizes)
+                if operand.weight_batch is not None:
+                    found["batch"] = operand.weight.parameter_axes(operand.weight_batch)
         return Observation(**found)
 
     def of_both(self, left: jax.Array, right: jax.Array) -> ProductObservation:
@@ -109,7 +114,8 @@ class Measure(AbstractMeasure):
         joins |= {"absmax": jnp.maximum, **dict.fromkeys(("sum", "abssum", "squares", "hessian", "cross", "count"), jnp.add)}
         states = vars(earlier).items()
         return dataclasses.replace(
-            earlier, **{name: joins[name](x, getattr(later, name)) for name, x in states if x is not None}
+            earlier,
+            **{name: joins[name](x, getattr(later, name)) for name, x in states if x is not None and name != "batch"},
         )
 
 
@@ -192,7 +198,13 @@ _BY_GROUP = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragg
 
 
 def _vectors(operand: ProductOperand, x: jax.Array, statistic: Statistic) -> jax.Array:
-    """The vectors that the product contracts."""
+    """The vectors that the product contracts, their elements in the order of the parameter's axes."""
+    vectors, order = _unordered_vectors(operand, x, statistic), operand.weight.order(operand.weight_contracted)
+    return vectors if order is None else vectors[..., order]
+
+
+def _unordered_vectors(operand: ProductOperand, x: jax.Array, statistic: Statistic) -> jax.Array:
+    """The vectors that the product contracts, their elements in the order of the product."""
     if operand.contracted is None:
         if operand.window is None or operand.window.batch_groups > 1:
             raise UnsupportedError(

@@ -88,7 +88,7 @@ def observe(
         chosen = []
         for product in _measured_products(plan, collect):
             if product.name in here.places:
-                proxy = Observed(None, _label(product.name), notes, is_parameter=False)
+                proxy = Observed(None, _label(product.name), notes)
                 chosen.append((product, here.places[product.name], proxy))
         proxies = observed(params, _measured_paths(plan), notes)
         evaluate(interpreter, traced, array_leaves((proxies, *inputs)), chosen)

@@ -100,7 +100,9 @@ class PercentileRange(AbstractRange):
 
     def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
         is_finite = jnp.isfinite(x).all(within, keepdims=True)
-        high = jnp.quantile(jnp.abs(x), self.percent / 100, axis=within, keepdims=True)
+        high = jnp.abs(x)
+        if within:
+            high = jnp.quantile(high, self.percent / 100, axis=within, keepdims=True)
         high = jnp.where(is_finite, high, jnp.inf)
         return -high, high
 

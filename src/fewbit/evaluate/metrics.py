@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +135,8 @@ def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
     """The signal-to-quantization-noise ratio in decibels.
 
     `10 log10(sum reference ** 2 / sum (reference - approx) ** 2)`; infinite for equal arrays, zeros included; minus infinity
-    if only the reference is zero; NaN if either has a NaN. Rows are summed in float32, their sums in float64.
+    if only the reference is zero; NaN if either has a NaN. Rows are summed in float32, their sums in float64; NumPy's float64
+    in float64.
 
     Args:
         reference: a floating array.
@@ -153,25 +155,40 @@ def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
         approx = dequantize(approx)
     if np.shape(reference) != np.shape(approx):
         raise QuantError(f"reference has shape {np.shape(reference)} and approx {np.shape(approx)}; they must be the same")
-    signal, noise = (float(np.sum(np.asarray(rows, np.float64))) for rows in _row_energies(reference, approx))
+    if any(isinstance(x, np.ndarray) and x.dtype == np.float64 for x in (reference, approx)):
+        parts = _energies(np.asarray(reference, np.float64), np.asarray(approx, np.float64))
+    else:
+        parts = _row_energies(reference, approx)
+    (signal, unit), (noise, noise_unit) = (
+        (float(np.sum(np.asarray(rows, np.float64))), float(unit)) for rows, unit in parts
+    )
+    if math.isnan(signal) or math.isnan(noise) or signal == noise == math.inf:
+        return math.nan
     if noise == 0:
         return math.inf
-    if signal == 0:
+    if signal == 0 or noise == math.inf:
         return -math.inf
-    return 10 * math.log10(signal / noise)
+    return 10 * math.log10(signal / noise) + 20 * (math.log10(unit) - math.log10(noise_unit))
+
+
+def _log_softmax(logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+    """The log-probabilities. Logits of 16 bits are computed in float32: theirs have 3 or 4 digits."""
+    if logits.dtype != jnp.float64:
+        logits = logits.astype(jnp.float32)
+    return jax.nn.log_softmax(logits, axis=-1)
 
 
 @jax.jit
 def token_losses(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
-    """`-log p(target)` of each token, float32."""
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)
+    """`-log p(target)` of each token, float32; float64 for float64 logits."""
+    picked = jnp.take_along_axis(_log_softmax(logits), targets[..., None], axis=-1)
     return -jnp.squeeze(picked, axis=-1)
 
 
 @jax.jit
 def token_divergences(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Float[Array, "*b"]:
-    """`KL(p || q)` of each token, float32."""
-    log_p, log_q = jax.nn.log_softmax(p_logits, axis=-1), jax.nn.log_softmax(q_logits, axis=-1)
+    """`KL(p || q)` of each token, float32; float64 for float64 logits."""
+    log_p, log_q = _log_softmax(p_logits), _log_softmax(q_logits)
     terms = jnp.where(jnp.isneginf(log_p), jnp.zeros_like(log_p), jnp.exp(log_p) * (log_p - log_q))
     return jnp.sum(terms, axis=-1)
 
@@ -184,7 +201,23 @@ def tokens_agree(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"])
 
 
 @jax.jit
-def _row_energies(reference: ArrayLike, approx: ArrayLike) -> tuple[Array, Array]:
-    """Sums of squares over the last axis: of the reference, and of the difference."""
-    wide, other = jnp.asarray(reference, jnp.float32), jnp.asarray(approx, jnp.float32)
-    return jnp.sum(wide * wide, axis=-1), jnp.sum((wide - other) ** 2, axis=-1)
+def _row_energies(reference: ArrayLike, approx: ArrayLike) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """The energies in float32."""
+    return _energies(jnp.asarray(reference, jnp.float32), jnp.asarray(approx, jnp.float32))
+
+
+def _energies(reference: Any, approx: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Sums of squares over the last axis: of half the reference, and of half the difference.
+
+    Each is in units of the square of its second number, a power of two, so that no square overflows or is lost. Half, so that no
+    difference overflows.
+    """
+    xp = np if isinstance(reference, np.ndarray) else jnp
+    half = reference * 0.5
+    found = []
+    for x in (half, half - approx * 0.5):
+        amax = xp.max(xp.abs(x), initial=0)
+        amax = xp.where((amax > 0) & (amax < xp.inf), amax, xp.ones_like(amax))
+        unit = amax / (2 * xp.frexp(amax)[0])
+        found.append((xp.sum((x / unit) ** 2, axis=-1), unit))
+    return found[0], found[1]

@@ -159,7 +159,10 @@ def _recipe(config: object, value: str) -> Recipe:
     given = {field: getattr(config, field, unset[0]) for field, unset in _DEFAULTS.items()}
     fields = {field: x for field, x in given.items() if x not in _DEFAULTS[field]}
     if isinstance(bounds := fields.get("constant_bound_config"), str):
-        fields["constant_bound_config"] = tuple(float(bound) for bound in bounds.split(","))
+        try:
+            fields["constant_bound_config"] = tuple(float(bound) for bound in bounds.split(","))
+        except ValueError as error:
+            raise QuantError(f"constant_bound_config is {bounds!r}, must be six numbers with commas between them") from error
     if "weight_sparsity_n" in fields:
         fields |= {field: getattr(config, field, default) for field, default in _SCHEDULE.items()}
     if value in _SHARDED and getattr(config, _SHARDS, -1) == 0:

@@ -19,7 +19,7 @@ from ..recipe.apply import planned_observations, quantize_params
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from ..recipe.plan import plan as make_plan
-from ..recipe.quantize_row import SupportsObservations, quantize_row
+from ..recipe.quantize_row import SupportsObservations, check_quantizable, quantize_row
 from ..recipe.recipe import RecipeLike
 
 
@@ -51,8 +51,8 @@ def quantize(
         A tree of the same structure with QArrays for quantized leaves; call `fb.transparent(fn)` with it.
 
     Raises:
-        QuantError: for what `fb.plan` and `fb.quantize_params` refuse, and for `donate` under a trace.
-        UnsupportedError: for what `fb.quantize_params` refuses.
+        QuantError: for what `fb.plan` and `fb.quantize_params` refuse, and for `donate` under a trace; nothing is deleted then.
+        UnsupportedError: for what `fb.quantize_params` refuses; likewise.
 
     >>> def fn(params, x):
     ...     return x @ params["w"]
@@ -67,15 +67,19 @@ def quantize(
 
 
 def _quantize_and_free(tree: PyTree, plan: Plan, method: AbstractMethod, stats: SupportsObservations | None) -> PyTree:
-    """`quantize_params` that frees each float array before it reads the next."""
+    """`quantize_params` that frees each float array before it reads the next. All are checked before the first is freed."""
     seen = planned_observations(tree, plan, method, stats)
     rows = {row.path: row for row in plan}
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
     places = Counter(map(id, leaves))
-    for i, path in enumerate(parameter_paths(tree)):
-        source = leaves[i]
+    paths = parameter_paths(tree)
+    for path, source in paths.items():
         if isinstance(source, Tracer):
             raise QuantError(f"donate=True deletes arrays, and {path} is traced; donate the argument of jax.jit instead")
+        if path in rows:
+            check_quantizable(source, rows[path], method, seen[path])
+    for i, path in enumerate(paths):
+        source = leaves[i]
         if path in rows and (q := quantize_row(source, rows[path], method, seen[path])) is not source:
             leaves[i] = jax.block_until_ready(q)
             if places[id(source)] == 1 and isinstance(source, jax.Array):

@@ -136,16 +136,17 @@ class AWQ(AbstractMethod):
         if observation is None or observation.hessian is None:
             raise QuantError('awq needs the second moments of the inputs; fb.observe with collect=("hessian",)')
         ratios = tuple(1 - i / self.grid for i in range(max(round(self.shrink * self.grid), 1)))
-        return quantize_clipped(x, scheme, observation.hessian, axis=axis, ratios=ratios)
+        return quantize_clipped(x, scheme, observation.hessian, axis=axis, batch=observation.batch, ratios=ratios)
 
 
-@functools.partial(jax.jit, static_argnames=("scheme", "axis", "ratios"))
+@functools.partial(jax.jit, static_argnames=("scheme", "axis", "batch", "ratios"))
 def quantize_clipped(
     x: Float[Array, "..."],
     scheme: Scheme,
     hessian: Float[Array, "*B K K"],
     *,
     axis: tuple[int, ...],
+    batch: tuple[int, ...] | None = None,
     ratios: tuple[float, ...],
 ) -> QArray:
     """Quantizes a weight with each block clipped for the least output error.
@@ -153,8 +154,9 @@ def quantize_clipped(
     Args:
         x: the weight.
         scheme: the scheme, with tiles on its last axis.
-        hessian: the sum of `x x^T` over the inputs; with a matrix for each element of the weight's first axes, if it has more.
+        hessian: the sum of `x x^T` over the inputs; with a matrix for each element of the batch axes, if it has more.
         axis: the contraction axes, negative.
+        batch: the weight's batch axes, in the order of `hessian`; None: the first ones, or the groups of a convolution.
         ratios: the parts of its amax at which a block may be clipped; 1 is always tried.
 
     Raises:
@@ -162,7 +164,7 @@ def quantize_clipped(
         UnsupportedError: for a scheme with tiles on several axes that are not contracted.
     """
     start = quantize(x, scheme, axis=axis)
-    view = WeightMatrices.of(start, axis, hessian.shape)
+    view = WeightMatrices.of(start, axis, hessian.shape, batch)
     w = view.columns_first(x.astype(jnp.float32)).swapaxes(1, 2)  # [G, N, K]
     if start.tensor_scale is not None:
         w = w / start.tensor_scale.reshape(())

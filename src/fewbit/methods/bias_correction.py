@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ..array.qarray import QArray, is_qarray
-from ..errors import QuantError
+from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize.dispatch import dequantize
 from ..ops.interpret.parameter_uses import parameter_paths, with_leaves
 from ..recipe.plan import Plan
@@ -53,6 +53,7 @@ def correct_biases(
     Raises:
         QuantError: when a weight with a bias has no sums, or `biases` names what is not there, is quantized, or has another
             shape than the outputs.
+        UnsupportedError: when a weight with a bias has batch axes that are not its first ones, in the order of the product.
 
     >>> import fewbit as fb
     >>> params = {"kernel": jnp.array([[0.3, 7.0]]).T, "bias": jnp.zeros(1)}
@@ -111,11 +112,18 @@ def _mean_error(x: Array, q: QArray, row: PlanRow, stats: SupportsObservations) 
         raise QuantError(f'{row.path} has no sums of its inputs; pass stats=fb.observe(fn, ..., collect=("sum",))')
     stacked, contracted = ([a % x.ndim for a in sorted(axes)] for axes in (row.stacked, row.contracted or row.axis))
     inner = [a for a in range(x.ndim) if a not in stacked]
-    layers, shape = [x.shape[a] for a in stacked], [x.shape[a] for a in inner]
+    layers, shape, batch = [x.shape[a] for a in stacked], [x.shape[a] for a in inner], None
+    if seen.batch is not None and seen.sum.ndim > len(layers) + 1:
+        batch = [inner.index(a % x.ndim) for a in seen.batch]
+        if batch != list(range(len(batch))):
+            raise UnsupportedError(
+                f"{row.path} has the batch axes {seen.batch}, in the order of its product, and the order of its bias is not known; store "
+                "them first and in this order, or pass biases={path: None} for it"
+            )
     try:
-        axes = MatrixAxes.of(shape, [inner.index(a) for a in contracted], seen.sum.shape[len(layers) :])
-    except QuantError as error:
-        raise QuantError(f"{row.path}: {error}") from error
+        axes = MatrixAxes.of(shape, [inner.index(a) for a in contracted], seen.sum.shape[len(layers) :], batch)
+    except (QuantError, UnsupportedError) as error:
+        raise type(error)(f"{row.path}: {error}") from error
     mean = seen.sum / jnp.maximum(seen.count, 1).reshape(*seen.count.shape, *[1] * (seen.sum.ndim - seen.count.ndim))
     mean = mean.reshape(*layers, *(axes.shape[a] for a in (*axes.groups, *axes.contracted)))
     error = (x.astype(jnp.float32) - dequantize(q, dtype=jnp.float32)).transpose(*stacked, *inner)

@@ -63,16 +63,25 @@ class GPTQ(AbstractMethod):
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
         if observation is None or observation.hessian is None:
             raise QuantError('gptq needs the second moments of the inputs; fb.observe with collect=("hessian",)')
-        return quantize_columns(x, scheme, observation.hessian, axis=axis, damping=self.damping, act_order=self.act_order)
+        return quantize_columns(
+            x,
+            scheme,
+            observation.hessian,
+            axis=axis,
+            batch=observation.batch,
+            damping=self.damping,
+            act_order=self.act_order,
+        )
 
 
-@functools.partial(jax.jit, static_argnames=("scheme", "axis", "damping", "act_order"))
+@functools.partial(jax.jit, static_argnames=("scheme", "axis", "batch", "damping", "act_order"))
 def quantize_columns(
     x: Float[Array, "..."],
     scheme: Scheme,
     hessian: Float[Array, "*B K K"],
     *,
     axis: tuple[int, ...],
+    batch: tuple[int, ...] | None = None,
     damping: float,
     act_order: bool,
 ) -> QArray:
@@ -81,8 +90,9 @@ def quantize_columns(
     Args:
         x: the weight.
         scheme: the scheme, with tiles on its last axis.
-        hessian: the sum of `x x^T` over the inputs; with a matrix for each element of the weight's first axes, if it has more.
+        hessian: the sum of `x x^T` over the inputs; with a matrix for each element of the batch axes, if it has more.
         axis: the contraction axes, negative.
+        batch: the weight's batch axes, in the order of `hessian`; None: the first ones, or the groups of a convolution.
         damping: as in `GPTQ`.
         act_order: as in `GPTQ`.
 
@@ -91,7 +101,7 @@ def quantize_columns(
         UnsupportedError: for a scheme with tiles on several axes that are not contracted.
     """
     start = quantize(x, scheme, axis=axis)
-    view = WeightMatrices.of(start, axis, hessian.shape)
+    view = WeightMatrices.of(start, axis, hessian.shape, batch)
     w = view.columns_first(x.astype(jnp.float32))
     fixed, width = None, view.tile or 1
     if view.tile is None or isinstance(scheme.scale, Scheme):  # the scales of `quantize`

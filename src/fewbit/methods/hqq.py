@@ -106,13 +106,14 @@ class _Splitting:
     ) -> tuple[Scale, tuple[Scale, jax.Array], jax.Array]:
         """One iteration: the next fit, the best so far, the next beta. The fit is to the errors of one scale and offset."""
         tiles, target, power = self.tiles, self.target, self.settings.power
-        scale = target.store.snapped(now[0])
-        scale = jnp.where(scale == 0, 1.0, scale)
+        stored = target.store.snapped(now[0])
+        scale = jnp.where(stored == 0, 1.0, stored)
         zero = jnp.zeros_like(scale)  # the number that decodes to 0
         if now[1] is not None:
             zero = -target.loaded_offset(target.stored_zero(now[1], scale), scale) / scale
         q = target.format.nearest(in_units(tiles.x, scale, None if now[1] is None else -zero * scale))
-        errors = tiles.x - (q - zero) * scale
+        values = jnp.where(stored == 0, -zero * scale, (q - zero) * scale)  # a scale of 0 decodes every code to the offset
+        errors = tiles.x - values
         size = jnp.abs(errors)
         total = tiles.total((size * power_of_two(-tiles.exponent)) ** power)
         flat = better((*jax.tree.leaves(now), total), (*jax.tree.leaves(best[0]), best[1]))

@@ -31,7 +31,8 @@ class IMatrix(AbstractMethod):
     """Rounds to nearest, with scales of least weighted squared error. The weights are the mean squares of the inputs.
 
     A scheme whose calibration searches (`mse`, `mx,optimal`) searches with these weights. For any other, each tile takes the better
-    of its own scale and that of `mse`; so no tile is worse than with `RTN`, by the weighted error.
+    of its own scale and that of `mse`; so no tile is worse than with `RTN`, by the weighted error, unless the scales are quantized
+    themselves afterwards.
 
     Attributes:
         damping: what is added to each mean square, as a part of their mean; without it, a channel that was zero on the calibration
@@ -52,7 +53,7 @@ class IMatrix(AbstractMethod):
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
         if observation is None or observation.squares is None:
             raise QuantError('imatrix needs the squares of the inputs; fb.observe with collect=("squares",)')
-        weights = channel_weights(x.shape, axis, observation.squares, self.damping)
+        weights = channel_weights(x.shape, axis, observation.squares, self.damping, observation.batch)
         return with_searched_scales(scheme, lambda searched: quantize(x, searched, axis=axis, error_weights=weights))
 
 
@@ -74,15 +75,20 @@ def with_searched_scales(scheme: Scheme, quantized: Callable[[Scheme], QArray]) 
 
 
 def channel_weights(
-    shape: tuple[int, ...], axis: tuple[int, ...], squares: Float[Array, "*B K"], damping: float
+    shape: tuple[int, ...],
+    axis: tuple[int, ...],
+    squares: Float[Array, "*B K"],
+    damping: float,
+    batch: tuple[int, ...] | None = None,
 ) -> Float[Array, "..."]:
     """The mean square of each input relative to the mean of all, broadcastable to the weight.
 
     Args:
         shape: the weight's shape.
         axis: the contraction axes, negative.
-        squares: the sums of `x**2` of the contracted inputs, for each element of the weight's first axes if it has more.
+        squares: the sums of `x**2` of the contracted inputs, for each element of the batch axes if it has more.
         damping: is added to each.
+        batch: the weight's batch axes, in the order of `squares`; None: the first ones, or the groups of a convolution.
 
     Returns:
         The weights; ones where all inputs were zero.
@@ -90,7 +96,7 @@ def channel_weights(
     Raises:
         QuantError: for sums of another shape.
     """
-    axes = MatrixAxes.of(shape, axis, squares.shape)
+    axes = MatrixAxes.of(shape, axis, squares.shape, batch)
     mean = jnp.mean(squares, axis=-1, keepdims=True)
     weights = jnp.where(mean > 0, squares / jnp.where(mean > 0, mean, 1.0), 1.0) + damping
     order = (*axes.groups, *axes.contracted)

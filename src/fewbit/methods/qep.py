@@ -53,7 +53,7 @@ class QEP(AbstractMethod):
             raise QuantError("qep needs the second moments of quantized inputs, and their products with the float ones")
         corrected = x.astype(jnp.float32)
         if observation.cross is not None:
-            view = WeightMatrices.of(quantize(x, scheme, axis=axis), axis, observation.hessian.shape)
+            view = WeightMatrices.of(quantize(x, scheme, axis=axis), axis, observation.hessian.shape, observation.batch)
             moments = map(view.moments, (observation.hessian, observation.cross))
             columns = jax.vmap(self._corrected)(view.columns_first(corrected), *moments)
             corrected = view.restored(columns)

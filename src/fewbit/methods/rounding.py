@@ -56,16 +56,22 @@ class LearnedRounding(AbstractMethod):
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
         if observation is None or observation.hessian is None:
             raise QuantError('rounding needs the second moments of the inputs; fb.observe with collect=("hessian",)')
-        return _learned(x, scheme, observation.hessian, axis, self)
+        return _learned(x, scheme, observation.hessian, axis, observation.batch, self)
 
 
-@functools.partial(jax.jit, static_argnames=("scheme", "axis", "settings"))
+@functools.partial(jax.jit, static_argnames=("scheme", "axis", "batch", "settings"))
 def _learned(
-    x: Float[Array, "..."], scheme: Scheme, hessian: Float[Array, "*B K K"], axis: tuple[int, ...], settings: LearnedRounding
+    x: Float[Array, "..."],
+    scheme: Scheme,
+    hessian: Float[Array, "*B K K"],
+    axis: tuple[int, ...],
+    batch: tuple[int, ...] | None,
+    settings: LearnedRounding,
 ) -> QArray:
     """The weight quantized by learned rounding."""
     start, w = quantize(x, scheme, axis=axis), x.astype(jnp.float32)
-    view, scale, offset = WeightMatrices.of(start, axis, hessian.shape), scale_values(start), tile_offsets(start)
+    view = WeightMatrices.of(start, axis, hessian.shape, batch)
+    scale, offset = scale_values(start), tile_offsets(start)
     moments, gap = view.moments(hessian), gaps(start, w)
     columns = view.columns_first(w)
     curvature = view.restored(jnp.broadcast_to(jnp.diagonal(moments, axis1=1, axis2=2)[..., None], columns.shape)) * gap

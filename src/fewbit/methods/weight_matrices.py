@@ -18,8 +18,8 @@ from ..errors import QuantError, UnsupportedError
 class MatrixAxes:
     """The axes of a weight as matrices `[G, K, N]`. G are groups that have statistics each, K is the contraction.
 
-    The groups are the leading axes. Those of a grouped convolution are equal parts of the kernel's outputs: that axis is split into two
-    here.
+    The groups are the batch axes of the products. Those of a grouped convolution are equal parts of the kernel's outputs: that axis is
+    split into two here.
 
     Attributes:
         shape: the weight's shape, perhaps with such a split.
@@ -34,16 +34,21 @@ class MatrixAxes:
     others: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], axis: Sequence[int], statistics: Sequence[int]) -> Self:
+    def of(
+        cls, shape: Sequence[int], axis: Sequence[int], statistics: Sequence[int], batch: Sequence[int] | None = None
+    ) -> Self:
         """The axes of a weight.
 
         Args:
             shape: the weight's shape.
             axis: the contraction axes.
             statistics: the shape of its statistics of channels, `[*G, K]`.
+            batch: the weight's axes that are `*G`, in this order; empty where they are no whole axes of it. None: the first ones, or
+                the groups of a convolution.
 
         Raises:
             QuantError: for statistics of another shape.
+            UnsupportedError: where `*G` are no whole axes of the weight.
 
         >>> MatrixAxes.of((3, 3, 2, 8), (-4, -3, -2), (4, 18))
         MatrixAxes(shape=(3, 3, 2, 4, 2), groups=(3,), contracted=(0, 1, 2), others=(4,))
@@ -51,10 +56,19 @@ class MatrixAxes:
         shape, ndim = tuple(shape), len(shape)
         contracted = tuple(sorted(a % ndim for a in axis))
         *lengths, length = statistics
+        if not lengths:
+            batch = ()  # of a stack of experts, perhaps, whose statistics were taken apart
+        if batch is not None and len(batch) != len(lengths):
+            raise UnsupportedError(
+                f"the batch axes of its products, of lengths {tuple(lengths)}, are no whole axes of the weight {shape}; store it with "
+                "an axis for each, or round it to nearest"
+            )
         groups = tuple(range(len(lengths)))
+        if batch is not None:
+            groups = tuple(a % ndim for a in batch)
         others = tuple(a for a in range(ndim) if a not in contracted)
         expected = (*(shape[a] for a in groups), math.prod(shape[a] for a in contracted))
-        if length == expected[-1] and len(contracted) > 1 and len(others) == len(lengths) == 1:
+        if batch is None and length == expected[-1] and len(contracted) > 1 and len(others) == len(lengths) == 1:
             (out,), (parts,) = others, lengths
             if shape[out] % parts == 0:
                 split = (*shape[:out], parts, shape[out] // parts, *shape[out + 1 :])
@@ -106,21 +120,23 @@ class WeightMatrices:
     scheme: Scheme
 
     @classmethod
-    def of(cls, q: QArray, axis: tuple[int, ...], hessian: tuple[int, ...]) -> Self:
+    def of(cls, q: QArray, axis: tuple[int, ...], hessian: tuple[int, ...], batch: Sequence[int] | None = None) -> Self:
         """The view of a weight.
 
         Args:
             q: the quantized weight.
             axis: the contraction axes.
             hessian: the shape of the Hessian, `[*G, K, K]`.
+            batch: the weight's axes that are `*G`, see `MatrixAxes.of`.
 
         Raises:
             QuantError: for a Hessian of another shape.
-            UnsupportedError: for tiles on several axes that are not contracted, or that a contraction axis does not fill.
+            UnsupportedError: for tiles on several axes that are not contracted, or that a contraction axis does not fill, and where
+                `*G` are no whole axes of the weight.
         """
         if hessian[-2] != hessian[-1]:
             raise QuantError(f"the Hessian has shape {hessian}; its last two axes must be of one length")
-        axes = MatrixAxes.of(q.shape, axis, hessian[:-1])
+        axes = MatrixAxes.of(q.shape, axis, hessian[:-1], batch)
         try:
             tiles = axes.split_tiles(q.tiles)
             contracted = tuple(sorted(axes.contracted, key=lambda a: tiles[a] != 1))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -59,6 +59,31 @@ def quantize_row(leaf: Leaf, row: PlanRow, method: AbstractMethod = NEAREST, obs
     """
     if row.policy is None and row.sparsity is None:
         return leaf
+    return quantize_finite(_finite(leaf, row), row, method, observation)
+
+
+def check_quantizable(leaf: Leaf, row: PlanRow, method: AbstractMethod = NEAREST, observation: PyTree = None) -> None:
+    """Refuses what `quantize_row` refuses, without quantizing.
+
+    Args:
+        leaf: as in `quantize_row`.
+        row: likewise.
+        method: likewise.
+        observation: likewise.
+
+    Raises:
+        QuantError: as `quantize_row`.
+        UnsupportedError: as `quantize_row`.
+    """
+    if row.policy is None and row.sparsity is None:
+        return
+    x = _finite(leaf, row)
+    _check_statistics(row, method, observation)
+    _of_layers(jax.jit(quantized_leaf, static_argnums=(1, 2)).eval_shape, x, row, method, observation)
+
+
+def _finite(leaf: Leaf, row: PlanRow) -> jax.Array:
+    """The parameter of a row, which quantizes or prunes it. Errors as in `quantize_row`."""
     check_row(row)
     if tuple(leaf.shape) != row.shape:
         raise QuantError(f"{row.path} has shape {tuple(leaf.shape)}, but the plan was made for {row.shape}")
@@ -72,7 +97,7 @@ def quantize_row(leaf: Leaf, row: PlanRow, method: AbstractMethod = NEAREST, obs
         raise QuantError(
             non_finite_message(counts, "repair the checkpoint, or exclude the parameter by a rule with policy null")
         )
-    return quantize_finite(x, row, method, observation)
+    return x
 
 
 def quantize_finite(
@@ -94,6 +119,12 @@ def quantize_finite(
         UnsupportedError: where the method cannot quantize the parameter, such as for blocks along an axis that no product
             contracts.
     """
+    _check_statistics(row, method, observation)
+    return _of_layers(jax.jit(quantized_leaf, static_argnums=(1, 2)), x, row, method, observation)
+
+
+def _check_statistics(row: PlanRow, method: AbstractMethod, observation: PyTree) -> None:
+    """Refuses statistics with which a method cannot quantize a parameter. Errors as in `quantize_finite`."""
     if counts := non_finite_counts([(f"the statistics of {row.path}", observation)]):
         raise QuantError(
             non_finite_message(counts, "the activations overflow on the calibration data: check the batches and the model")
@@ -108,11 +139,15 @@ def quantize_finite(
             f"{row.path}: {method.name} takes blocks along the axes that products contract, {row.contracted}, and the plan has them "
             f"along {row.axis}; remove the axis from its rule, or round it to nearest"
         )
+
+
+def _of_layers(fn: Callable[..., Any], x: jax.Array, row: PlanRow, method: AbstractMethod, observation: PyTree) -> Any:
+    """`fn` with a row that is equal for identical layers. Errors name the parameter."""
     alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=())
     try:
-        return jax.jit(quantized_leaf, static_argnums=(1, 2))(x, alike, method, observation)
-    except QuantError as error:
-        if row.path in str(error):
+        return fn(x, alike, method, observation)
+    except (QuantError, UnsupportedError) as error:
+        if str(error).startswith((f"{row.path}:", f"{row.path} ")):
             raise
         raise type(error)(f"{row.path}: {error}") from error
 
@@ -181,19 +216,24 @@ def observation_of(row: PlanRow, method: AbstractMethod, stats: SupportsObservat
         found = stats.observations[row.path]
         missing = [name for name in method.collect if getattr(found, name) is None]
         if missing:
-            raise QuantError(
-                f"{method.name} needs {', '.join(missing)} of {row.path}; observe with collect={method.collect}"
-            )
+            raise QuantError(f"{method.name} needs {', '.join(missing)} of {row.path}; {_remedy(method)}")
         layers = tuple(row.shape[a] for a in row.stacked)
         if any(leaf.shape[: len(layers)] != layers for leaf in jax.tree.leaves(found)):
             raise QuantError(f"{row.path} has {layers} layers, and its statistics are not; observe the function of the plan")
         return found
     if row.ops and not set(row.ops) & set(PRODUCT_OPS):
         return None
-    raise QuantError(
-        f"{method.name} needs statistics of {row.path}, and there are none; pass stats=fb.observe(fn, params, batches, recipe, "
-        f"collect={method.collect})"
-    )
+    raise QuantError(f"{method.name} needs statistics of {row.path}, and there are none; {_remedy(method)}")
+
+
+def _remedy(method: AbstractMethod) -> str:
+    """How to collect the statistics of a method."""
+    if "cross" in method.collect:
+        return (
+            f"it compares the inputs of two models, so only `fewbit quantize --method {method.name}` and "
+            "fewbit.workflows.calibrated_weights run it"
+        )
+    return f"pass stats=fb.observe(fn, params, batches, recipe, collect={method.collect})"
 
 
 def quantized_leaf(
@@ -209,6 +249,8 @@ def quantized_leaf(
         return x
     scheme: Scheme = row.policy.weight
     axis = axis_within(row.axis, row.stacked, len(row.shape))
+    if getattr(observation, "batch", None):
+        observation = dataclasses.replace(observation, batch=axis_within(observation.batch, row.stacked, len(row.shape)))
     if observation is None:
         chosen = NEAREST if method.collect else method
         q = for_each(row.stacked, lambda x: chosen.quantized(x, scheme, axis, None), cast(x, row.casts))

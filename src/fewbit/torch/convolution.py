@@ -10,6 +10,7 @@ import torch
 from ..errors import QuantError
 from ..ops.conv import conv_general_dilated
 from . import dlpack as handover
+from .matmul import autocast
 from .qtensor import FUNCTIONS, QTensor, form_of
 
 Settings: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -18,15 +19,16 @@ Settings: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], t
 
 def _convolved(
     spatial: int,
-    x: torch.Tensor,
-    q: QTensor,
+    input: torch.Tensor,  # noqa: A002 - torch's names, by which they can be passed
+    weight: QTensor,
     bias: torch.Tensor | None = None,
     stride: int | Sequence[int] = 1,
     padding: str | int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> torch.Tensor:
-    """`F.conv<spatial>d` with a quantized kernel, differentiable in `x` and the bias."""
+    """`F.conv<spatial>d` with a quantized kernel, differentiable in the images and the bias."""
+    x, q = input, weight
     if isinstance(x, QTensor) or not isinstance(q, QTensor):
         raise QuantError(f"conv{spatial}d takes a float tensor and a QTensor; got {type(x).__name__} and {type(q).__name__}")
     if x.ndim not in (spatial + 1, spatial + 2) or q.ndim != spatial + 2 or x.shape[-spatial - 1] != q.shape[1] * groups:
@@ -35,6 +37,7 @@ def _convolved(
     handover.check_device(f"conv{spatial}d", q.device)
     if x.dtype not in handover.FLOATS:
         raise QuantError(f"x is {x.dtype}, and products accumulate in float32; pass x.float()")
+    x = autocast(x)
     steps, spread = _each(stride, spatial), _each(dilation, spatial)
     low, high = _padding(padding, tuple(q.shape[2:]), steps, spread)
     is_batched = x.ndim == spatial + 2

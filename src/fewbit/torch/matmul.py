@@ -75,7 +75,7 @@ def product(x: torch.Tensor, q: QTensor, axis: int, backend: Backend | None = No
     """
     if q.requires_grad:
         raise QuantError("the QTensor requires a gradient, which codes do not have; set requires_grad=False")
-    x = _autocast(x)
+    x = autocast(x)
     stored, places = in_memory_order(q)
     rows = x.reshape(-1, x.shape[-1])
     y = torch.ops.fewbit.product(rows, stored.leaves, stored.form.text, places[axis], backend or "")
@@ -244,8 +244,12 @@ torch.library.register_autograd("fewbit::product", _backward, setup_context=_set
 # --- torch functions ---
 
 
-def _linear(x: torch.Tensor, q: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+# Their parameters have torch's names, by which they can be passed.
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
     """`x @ q.T + bias`."""
+    x, q = input, weight
     if not isinstance(q, QTensor):
         y = _from_left(x, q.mT, None)
     else:
@@ -259,32 +263,48 @@ def _linear(x: torch.Tensor, q: torch.Tensor, bias: torch.Tensor | None = None) 
     return y
 
 
-def _addmm(bias: torch.Tensor, x: torch.Tensor, q: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    y = _matrices(x, q)
+def _matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    return matmul(input, other)
+
+
+def _mm(input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    if max(input.ndim, mat2.ndim) > 2:
+        raise QuantError(f"mm multiplies matrices; got shapes {tuple(input.shape)} and {tuple(mat2.shape)}")
+    return matmul(input, mat2)
+
+
+def _mv(input: torch.Tensor, vec: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    return _mm(input, vec)
+
+
+def _addmm(
+    input: torch.Tensor,  # noqa: A002
+    mat1: torch.Tensor,
+    mat2: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    y = _mm(mat1, mat2)
     if alpha != 1:
         y = y * alpha
+    if beta == 0:  # a NaN of the input is dropped, too
+        return y
     if beta != 1:
-        bias = bias * beta
-    return y + bias.to(y.dtype)
-
-
-def _matrices(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """`torch.mm` and `mv`, which take matrices and vectors only."""
-    if max(x.ndim, q.ndim) > 2:
-        raise QuantError(f"mm multiplies matrices; got shapes {tuple(x.shape)} and {tuple(q.shape)}")
-    return matmul(x, q)
+        input = input * beta  # noqa: A001
+    return y + input.to(y.dtype)
 
 
 FUNCTIONS |= {
     torch.nn.functional.linear: _linear,
-    torch.matmul: matmul,
-    torch.Tensor.matmul: matmul,
-    torch.Tensor.__matmul__: matmul,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
     torch.Tensor.__rmatmul__: lambda q, x: matmul(x, q),
-    torch.mm: _matrices,
-    torch.Tensor.mm: _matrices,
-    torch.mv: _matrices,
-    torch.Tensor.mv: _matrices,
+    torch.mm: _mm,
+    torch.Tensor.mm: _mm,
+    torch.mv: _mv,
+    torch.Tensor.mv: _mv,
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,
 }
@@ -301,7 +321,7 @@ def _from_left(q: torch.Tensor, w: torch.Tensor, backend: Backend | None) -> tor
     return product(w.mT, q, 1, backend).mT
 
 
-def _autocast(x: torch.Tensor) -> torch.Tensor:
+def autocast(x: torch.Tensor) -> torch.Tensor:
     """The operand in the dtype of `torch.autocast`, if it is on."""
     kind = x.device.type
     if x.dtype in handover.FLOATS and torch.is_autocast_enabled(kind):

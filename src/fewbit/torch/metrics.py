@@ -1,6 +1,7 @@
 """Relative errors of quantized weights and products."""
 
 import dataclasses
+import math
 
 import torch
 
@@ -71,7 +72,9 @@ def _square(x: torch.Tensor) -> float:
 
 
 def _ratio(off: float, whole: float) -> float:
-    """The ratio of two norms, from their squares; 0 if `off` is 0."""
+    """The ratio of two norms, from their squares; 0 if `off` is 0, else infinity if `whole` is 0."""
     if not off:
         return 0.0
+    if not whole:
+        return math.inf
     return (off / whole) ** 0.5

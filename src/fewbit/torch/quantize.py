@@ -268,8 +268,8 @@ def _check_arguments(W: torch.Tensor, method: Method | None, X: torch.Tensor | N
 
 
 def _embedding(
-    ids: torch.Tensor,
-    q: QTensor,
+    input: torch.Tensor,  # noqa: A002 - torch's names, by which they can be passed
+    weight: QTensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
@@ -280,6 +280,7 @@ def _embedding(
 
     `padding_idx`, `scale_grad_by_freq` and `sparse` affect only the table's gradient, which a QTensor does not have.
     """
+    ids, q = input, weight
     if max_norm is not None:
         reason = "max_norm rescales rows of the table in place, which codes do not support"
         raise UnsupportedError("embedding cannot take a QTensor", {"QTensor": reason})

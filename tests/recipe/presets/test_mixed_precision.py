@@ -116,6 +116,7 @@ def test_maxtexts_four_files():
         ({".*/query": {"w_bits": 9}}, r"entry '\.\*/query' has 9 bits; must be 2 to 8"),
         ({".*/query": {"w_bits": 4, "tile_size": 0}}, r"tile_size is 0"),
         ({"(": {"w_bits": 4}}, r"entry '\(' is not a regular expression"),
+        ({"(?i).*/QUERY": {"w_bits": 4}}, r"entry '\(\?i\)\.\*/QUERY' begins with flags.*write '\(\?i:\.\*/QUERY\)'"),
         ({".*/query": 4}, r"entry '\.\*/query' is 4; expected object with the fields w_bits"),
     ],
 )

@@ -17,12 +17,14 @@ from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
+from ...array.axis_move import axis_moves
 from ...errors import UnsupportedError
 from ..conv_vjp import Window
 from ..qat.latent import MOVES, PRODUCTS
 from .evaluator import Evaluator, Rule, bound
 from .indices import scan_operands
 from .lookup import Lookup
+from .offsets import Offsets
 from .parameter_uses import parameter_paths, with_leaves
 from .proxy import ArrayProxy, NoRuleError
 from .rules.control_flow import inlined
@@ -38,6 +40,9 @@ class ProductOperand:
         x: the operand.
         contracted: its contraction axes; None for a convolution.
         batch: its batch axes, such as experts.
+        weight: where the elements of the other operand, the weight, are in the parameter.
+        weight_contracted: the weight's contraction axes, in the same order.
+        weight_batch: its batch axes: one for each of `batch`, or that of the groups of a ragged product; None for a convolution.
         group_sizes: of a ragged product, how many of its rows are multiplied by each group of the weight; else None.
         window: how the parameter, a convolution's kernel, slides over it; else None.
         kernel: the shape of that kernel.
@@ -45,6 +50,9 @@ class ProductOperand:
 
     x: jax.Array
     contracted: tuple[int, ...] | None
+    weight: Offsets
+    weight_contracted: tuple[int, ...] = ()
+    weight_batch: tuple[int, ...] | None = None
     batch: tuple[int, ...] = ()
     group_sizes: jax.Array | None = None
     window: Window | None = None
@@ -85,6 +93,7 @@ class Measurements:
         if before is not None:
             if _shapes(before) != _shapes(measurement):
                 raise UnsupportedError(f"{path} is sliced by a loop and also used in another way; it cannot be observed")
+            _check_structures(path, before, measurement)
             measurement = self.measure.joined(before, measurement)
         self.found[path] = measurement
 
@@ -108,7 +117,7 @@ class Observed(ArrayProxy):
         value: the array.
         path: the parameter; or the name of a product without one, whose right operand this is.
         notes: where measurements go.
-        is_parameter: whether it is a parameter; otherwise both operands of the product are measured.
+        offsets: where its elements are in the parameter; None for a product without one.
     """
 
     rules: ClassVar[Mapping[str, Any]] = _OBSERVED_RULES
@@ -116,7 +125,7 @@ class Observed(ArrayProxy):
     value: Any
     path: str = dataclasses.field(metadata={"static": True})
     notes: Measurements = dataclasses.field(metadata={"static": True})
-    is_parameter: bool = dataclasses.field(default=True, metadata={"static": True})
+    offsets: Offsets | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,7 +148,7 @@ class Observed(ArrayProxy):
 def observed(params: PyTree, paths: Sequence[str], notes: Measurements) -> PyTree:
     """The tree of parameters with each of `paths` as an Observed."""
     leaves = parameter_paths(params)
-    return with_leaves(params, {path: Observed(leaves[path], path, notes) for path in paths})
+    return with_leaves(params, {path: Observed(leaves[path], path, notes, Offsets.of(leaves[path].shape)) for path in paths})
 
 
 def _array(x: PyTree) -> PyTree:
@@ -155,6 +164,15 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
+def _check_structures(path: str, one: PyTree, other: PyTree) -> None:
+    """Refuses measurements of which each element belongs to another one of the parameter."""
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        raise UnsupportedError(
+            f"the products of {path} have different batch axes, or the same in another order; its statistics cannot be joined, so "
+            "use it in one way, or exclude it"
+        )
+
+
 def _notes(values: list[Any]) -> Measurements:
     return next(value.notes for value in values if isinstance(value, Observed))
 
@@ -162,26 +180,39 @@ def _notes(values: list[Any]) -> Measurements:
 def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """The unchanged product; measures the operand that is not the weight. Of two parameters, the right one is the weight."""
     side = int(not isinstance(values[1], Observed))
-    x = _array(values[side])
-    if eqn.primitive.name == "conv_general_dilated":
-        operand = ProductOperand(x, None)
-        if side == 0:
-            operand = ProductOperand(x, None, window=_window(eqn.params), kernel=tuple(values[1].shape))
-    elif eqn.primitive.name == "dot_general":
-        numbers, batches = eqn.params["dimension_numbers"]
-        operand = ProductOperand(x, contraction_order(numbers[side], numbers[1 - side])[0], batches[side])
-    else:
-        numbers, batches = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        sizes = jnp.asarray(values[2])  # which may be a constant
-        operand = ProductOperand(x, contraction_order(numbers[side], numbers[1 - side])[0], batches[side], sizes)
-    if isinstance(values[0], Observed) or isinstance(values[1], Observed):
-        weight = values[1 - side]
-        measure = weight.notes.measure
-        if weight.is_parameter:
-            weight.notes.add(weight.path, measure.of(operand))
+    x, weight = _array(values[side]), values[1 - side]
+    if isinstance(weight, Observed):
+        notes = weight.notes
+        if weight.offsets is None:
+            notes.add(weight.path, notes.measure.of_both(x, weight.value))
         else:
-            weight.notes.add(weight.path, measure.of_both(x, weight.value))
+            try:
+                measurement = notes.measure.of(_operand(eqn, side, x, weight.offsets, values))
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{weight.path}: {error}") from error
+            notes.add(weight.path, measurement)
     return bound(eqn, list(map(_array, values)))
+
+
+def _operand(eqn: jex_core.JaxprEqn, side: int, x: jax.Array, weight: Offsets, values: list[Any]) -> ProductOperand:
+    """The operand of a product that is not the weight."""
+    if eqn.primitive.name == "conv_general_dilated":
+        if side == 1:
+            return ProductOperand(x, None, weight)
+        window = _window(eqn.params)
+        return ProductOperand(
+            x, None, weight, tuple(sorted(window.kernel[1:])), window=window, kernel=tuple(values[1].shape)
+        )
+    if eqn.primitive.name == "dot_general":
+        contracting, batches = eqn.params["dimension_numbers"]
+        groups, sizes = (), None
+    else:
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        contracting, batches = numbers.dot_dimension_numbers
+        groups, sizes = tuple(numbers.rhs_group_dimensions), jnp.asarray(values[2])  # which may be a constant
+    contracted, other = contraction_order(contracting[side], contracting[1 - side])
+    weight_batch = (*groups, *batches[1 - side])
+    return ProductOperand(x, contracted, weight, other, weight_batch, batches[side], sizes)
 
 
 def _window(params: Mapping[str, Any]) -> Window:
@@ -206,27 +237,41 @@ def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]
     outputs = bound(eqn, list(map(_array, values)))
     if Lookup.of(eqn) is not None:
         return outputs
-    if len(values) != len(outputs):
-        values = [values[0]] * len(outputs)
-    return _with_arrays(values, outputs)
+    if eqn.primitive.name == "optimization_barrier":
+        return _with_arrays(values, outputs)
+    weight = values[0]
+    if isinstance(weight, Observed) and weight.offsets is not None:
+        moved = [dataclasses.replace(weight, offsets=weight.offsets.moved(move)) for move in axis_moves(eqn)]
+    else:
+        moved = [weight] * len(outputs)
+    return _with_arrays(moved, outputs)
 
 
 def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A loop; measurements accumulate over its iterations. A parameter that it slices has one measurement per iteration."""
     params, notes, body = eqn.params, notes or _notes(values), evaluator.function(eqn.params["jaxpr"])
+    whole = scan_operands(eqn, values)
+    inside = [*whole[0], *whole[1], *map(_element, whole[2])]
     consts, carry, xs = scan_operands(eqn, list(map(_array, values)))
     carries = len(carry)
 
     def step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        outputs, found = notes.of(body, values, [*consts, *carry, *x])
+        outputs, found = notes.of(body, inside, [*consts, *carry, *x])
         return tuple(outputs[:carries]), (tuple(outputs[carries:]), found)
 
     settings = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (ys, found) = jax.lax.scan(step, tuple(carry), tuple(xs), **settings)
-    sliced = {value.path for value in scan_operands(eqn, values)[2] if isinstance(value, Observed)}
+    stacked = {x.path for x in whole[2] if isinstance(x, Observed)}
     for path, stack in found.items():
-        notes.add(path, stack if path in sliced else folded(notes.measure, stack))
+        notes.add(path, stack if path in stacked else folded(notes.measure, stack))
     return [*carry, *ys]
+
+
+def _element(x: PyTree) -> PyTree:
+    """A value of which a loop takes one element."""
+    if not isinstance(x, Observed) or x.offsets is None:
+        return x
+    return dataclasses.replace(x, offsets=x.offsets.element())
 
 
 def folded(measure: AbstractMeasure, stack: PyTree) -> PyTree:
@@ -244,7 +289,10 @@ def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes
     branches = [_branch(notes, evaluator.function(body), operands) for body in eqn.params["branches"]]
     every: dict[str, Any] = {}
     for branch in branches:
-        every |= jax.eval_shape(branch, *arrays)[1]
+        found = jax.eval_shape(branch, *arrays)[1]
+        for path in set(found) & set(every):
+            _check_structures(path, every[path], found[path])
+        every |= found
     none = {path: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes) for path, shapes in every.items()}
 
     def filled(branch: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,6 +104,11 @@ def maxtext_mixed_precision(
 
 def _rule(key: str, layer: _Layer) -> Rule:
     """The rule of one key: the module's kernel, or the parameter of that path."""
+    if flags := re.match(r"\(\?([aiLmsux]+)\)", key):
+        rest = key[flags.end() :]
+        raise QuantError(
+            f"entry {key!r} begins with flags, and a key is a part of its rule's path; write '(?{flags[1]}:{rest})'"
+        )
     Pattern(key, "entry")  # refuses a key that is no regular expression by itself
     roles: tuple[Role, ...] = ()
     # Routers are quantized only by keys that name them, such as ".*/gate".
