@@ -56,6 +56,27 @@ def test_tiles_do_not_matter_to_who_shares():
     assert np.array_equal(fb.dequantize(one), fb.dequantize(other))
 
 
+@pytest.mark.parametrize(
+    ("key", "shared", "message"),
+    [
+        (lambda: jax.random.split(jax.random.key(0), 2), (), r"key is key<fry>\(2,\); pass one key"),
+        (lambda: jax.random.split(jax.random.PRNGKey(0), 2), (), r"key is uint32\(2, 2\); pass one key"),
+        (lambda: 0, (), "key is 0; pass one key"),
+        (lambda: jax.random.key(0), 0, "shared_noise is 0; pass a tuple of axes"),
+    ],
+)
+def test_what_is_no_key_or_no_axes_is_refused(key, shared, message, unchecked):
+    with pytest.raises(fb.QuantError, match=message):
+        fb.quantize(jnp.ones((4, 32)), "int8", key=key(), shared_noise=shared)
+
+
+def test_a_key_of_both_kinds_and_a_list_of_axes(unchecked):
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        assert fb.quantize(jnp.ones((4, 32)), "int8", key=key, shared_noise=[0]).shape == (4, 32)
+    mapped = jax.vmap(lambda key: fb.quantize(jnp.ones((4, 32)), "int8", key=key).codes)
+    assert mapped(jax.random.split(jax.random.key(0), 3)).shape == (3, 4, 32)
+
+
 def test_noise_to_share_is_honoured_or_refused():
     x = jnp.ones((2, 32))
     with pytest.raises(fb.QuantError, match="shared_noise is given without key"):

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key
 
@@ -94,6 +95,7 @@ def quantize(
         array = jnp.asarray(x)
     if isinstance(axis, list):
         axis = tuple(axis)
+    _refuse_noise(key, shared_noise)
     program = _jitted_quantize
     if are_split(array):
         program = _quantize
@@ -167,6 +169,18 @@ def _dequantize(q: QArray, dtype: DTypeLike | None, backend: str | Dequantizer |
         return dequantized(q, dtype)
     x: jax.Array = computed(choice, problem, q, reference=DEQUANTIZERS[-1], is_named=backend is not None)
     return x
+
+
+def _refuse_noise(key: object, shared_noise: object) -> None:
+    """Raises a QuantError for anything but one random key or None, and axes."""
+    if key is not None:
+        is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        is_raw = isinstance(key, jax.Array | np.ndarray) and key.dtype == np.uint32
+        if not (is_typed or is_raw) or jnp.ndim(key) != int(not is_typed):
+            given = f"{key.dtype}{key.shape}" if isinstance(key, jax.Array | np.ndarray) else repr(key)
+            raise QuantError(f"key is {given}; pass one key, as of jax.random.key(0)")
+    if not isinstance(shared_noise, list | tuple):
+        raise QuantError(f"shared_noise is {shared_noise!r}; pass a tuple of axes")
 
 
 def _with_one_unit(q: QArray) -> QArray:
