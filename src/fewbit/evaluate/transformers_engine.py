@@ -20,7 +20,6 @@ from ..array.qarray import QArray
 from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize.dispatch import dequantize
 from ..models.roles.modules import architecture, guarded
-from ..ops.policy import Policy
 from .engine import Engine, Value
 from .model_inputs import Signature, vocabulary
 from .outputs import Outputs
@@ -310,7 +309,7 @@ class _Reader:
                 self.error = self.error or error
                 raise
             if isinstance(value, QArray):
-                self.float_activations += isinstance(value.policy, Policy) and value.policy.activation is not None
+                self.float_activations += getattr(value.policy, "activation", None) is not None
                 value = _decode(value)
             array = np.asarray(value)
             if array.dtype.kind not in "biu":

@@ -57,7 +57,7 @@ class MatrixAxes:
         contracted = tuple(sorted(a % ndim for a in axis))
         *lengths, length = statistics
         if not lengths:
-            batch = ()  # of a stack of experts, perhaps, whose statistics were taken apart
+            batch = ()  # of one expert, whose statistics are an element of those of the stack
         if batch is not None and len(batch) != len(lengths):
             raise UnsupportedError(
                 f"the batch axes of its products, of lengths {tuple(lengths)}, are no whole axes of the weight {shape}; store it with "

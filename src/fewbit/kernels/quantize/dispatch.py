@@ -51,7 +51,7 @@ def quantize(
     calibrated scale would be below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile
     decodes to exact zeros. A NaN or an infinity makes every element of its tile NaN. Every finite array decodes to finite
     float32 numbers: scales are limited so that the largest code decodes to at most the largest float32. In float16 and
-    bfloat16 what lies above their largest number is infinite, as after any cast. An empty array gives empty codes.
+    bfloat16 numbers above their largest become infinite, as by any cast. An empty array gives empty codes.
     Jit-compatible.
 
     Args:

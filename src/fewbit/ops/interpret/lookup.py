@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
+from jax.typing import ArrayLike
 
 from .indices import shape_of
 
@@ -52,3 +55,9 @@ class Lookup:
         if name == "dynamic_slice" and (len(whole) > 1 or not indexed or any(sizes[axis] != 1 for axis in indexed)):
             return None
         return cls(indexed, batch, whole, places)
+
+
+def widened(indices: ArrayLike) -> jax.Array:
+    """Indices of at least 32 bits: an axis may be longer than what an int8 or uint8 holds."""
+    indices = jnp.asarray(indices)
+    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices

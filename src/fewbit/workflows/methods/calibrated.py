@@ -436,7 +436,7 @@ def _layer_observations(
     for path, name in stacked.items():
         one = stats.get(name)
         if one is not None and (expert := EXPERT.search(path)) and name != path:
-            one = dataclasses.replace(jax.tree.map(operator.itemgetter(int(expert[1])), one), batch=None)
+            one = jax.tree.map(operator.itemgetter(int(expert[1])), one)
         if one is not None and (one.count is None or np.any(one.count)):
             found[path] = one
     return found, tokens

@@ -14,10 +14,9 @@ from ....array.qarray import QArray, is_qarray
 from ....errors import QuantError
 from ....kernels.quantize.dispatch import dequantize
 from ..evaluator import Evaluator, Rule, bound
-from ..lookup import Lookup
+from ..lookup import Lookup, widened
 from ..proxy import NoRuleError
 from .concatenate import broadcasted, is_cut_along, is_packed_along, joined, repacked, reshaped, reversed_along, untiled
-from .products import widened
 
 
 def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:

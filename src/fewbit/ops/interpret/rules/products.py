@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ...._tiles import Tile
@@ -20,7 +20,7 @@ from ...dot import dot_general, picked_dot, untransposed
 from ...ragged import ragged_dot_general
 from ..evaluator import Evaluator, Rule, bound
 from ..indices import shape_of
-from ..lookup import Lookup
+from ..lookup import Lookup, widened
 from ..proxy import NoRuleError, is_proxy
 from .concatenate import is_cut_along, spread
 from .scan_slice import ScanSlice, sliced
@@ -188,12 +188,6 @@ def filled(eqn: jex_core.JaxprEqn, rows: jax.Array, indices: jax.Array) -> jax.A
     if fill is None:
         fill = jnp.nan
     return jnp.where(is_inside, rows, jnp.full_like(rows, fill))
-
-
-def widened(indices: ArrayLike) -> jax.Array:
-    """Indices of at least 32 bits: an axis may be longer than what an int8 or uint8 holds."""
-    indices = jnp.asarray(indices)
-    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
 PRODUCT: dict[str, Rule] = {
