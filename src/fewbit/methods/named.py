@@ -45,6 +45,15 @@ def method(name: str) -> AbstractMethod:
     return METHODS[name]()
 
 
+def scaled_name(scaling: str | None, method: str) -> str:
+    """The name that `scaled_method` takes for a scaling and a method.
+
+    >>> scaled_name("awq", "gptq"), scaled_name("awq", "awq"), scaled_name(None, "qep")
+    ('awq+gptq', 'awq', 'qep')
+    """
+    return "+".join(dict.fromkeys(filter(None, (scaling, method))))
+
+
 def scaled_method(name: str) -> tuple[AbstractScaling | None, AbstractMethod]:
     """A scaling of inputs and a method, with default settings, as the command line names them.
 

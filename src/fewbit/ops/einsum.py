@@ -67,7 +67,7 @@ def einsum(
 
 
 def _with_key(x: ArrayLike | QArray | Latent, key: Key[Array, ""]) -> ArrayLike | QArray | Latent:
-    """A QArray whose policy draws random numbers as a Latent with its codes and the key. Anything else as it is."""
+    """Attaches the key to a QArray whose policy rounds stochastically; other operands are unchanged."""
     if not (isinstance(x, QArray) and isinstance(x.policy, Policy)):
         return x
     if not (x.policy.dlhs.needs_key or x.policy.drhs.needs_key):

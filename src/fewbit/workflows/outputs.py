@@ -116,15 +116,9 @@ def model_inputs(
         return backend.encode(line, add_special_tokens=True).ids
 
     lines = found.content.splitlines()
-    tokens, window = (usual if given is None else given for given, usual in ((tokens, TOKENS), (window, WINDOW)))
-    return text_inputs(
-        found.name,
-        lines,
-        encode,
-        takes,
-        tokens=TOKENS if tokens is None else tokens,
-        window=WINDOW if window is None else window,
-    )
+    tokens = TOKENS if tokens is None else tokens
+    window = WINDOW if window is None else window
+    return text_inputs(found.name, lines, encode, takes, tokens=tokens, window=window)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,10 +142,10 @@ def quantize(
             for value, result in quantized_tensors(
                 source, plan, fused, calibrated, method, observed=observed, finished=finished, tokens=tokens, scaled=scaled
             ):
-                needed = {result.path, *(row.path for row in fused.get(result.path, ()))} & set(sources)
-                journal.note({"row": result.to_json(), "sources": {path: sources[path] for path in needed}})
                 if to == "hf" and isinstance(value, QArray):  # it is written as bfloat16
                     result = dataclasses.replace(result, bytes_after=2 * value.size)
+                needed = {result.path, *(row.path for row in fused.get(result.path, ()))} & set(sources)
+                journal.note({"row": result.to_json(), "sources": {path: sources[path] for path in needed}})
                 yield result.path, representable(to, value) if result.is_quantized else value
                 results[result.path] = result
                 if on_tensor is not None:

@@ -15,6 +15,7 @@ from ..array.quantize import expanded_offset, expanded_scale, in_units
 from ..errors import QuantError, UnsupportedError
 from ..evaluate.report.facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
 from ..io.checkpoint import TensorInfo
+from ..methods.named import scaled_name
 from ..models.installed import default_text_name, find_text
 from ..models.names import paths_of_params
 from ..recipe.plan import Plan
@@ -150,8 +151,7 @@ def _model_facts(
         notes = (*notes, f"its manifest says that it was made from {named}, not from {source.name}")
     recipe, method = _text(facts, "recipe"), ""
     if recipe:
-        names = _text(facts, "scaling", "name"), _text(facts, "method", "name") or "rtn"
-        method = "+".join(dict.fromkeys(filter(None, names)))
+        method = scaled_name(_text(facts, "scaling", "name"), _text(facts, "method", "name") or "rtn")
     made = None
     if recipe and not recipe.endswith(".json"):  # a manifest names no file that we would read
         made = _plan(source, recipe)

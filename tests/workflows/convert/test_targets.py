@@ -76,3 +76,21 @@ def test_sizes_are_those_of_what_is_written(tmp_path, to):
     written = workflows.load(done.path)
     assert done.array_bytes == written.nbytes
     assert done.file_bytes == workflows.inspect(done.path).file_bytes
+
+
+@needs_tokenizers
+def test_a_resumed_run_has_the_sizes_of_an_uninterrupted_one(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "llama"))
+    plan, seen = workflows.plan_model(model, recipe="int8"), []
+
+    def stop(result: object) -> None:
+        seen.append(result)
+        if len(seen) == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        workflows.quantize(model, plan, tmp_path / "q", to="hf", on_tensor=stop)
+    resumed = []
+    done = workflows.quantize(model, plan, tmp_path / "q", to="hf", on_resume=resumed.extend)
+    assert resumed
+    assert done.array_bytes == workflows.load(done.path).nbytes

@@ -1,7 +1,7 @@
 """Where the elements of a parameter are after layout operations.
 
-Statistics of a product's operand are in the order of the weight as it is multiplied. Its offsets say which elements of the stored
-parameter those are. They are NumPy arrays of the trace, one for each axis.
+A product sees its weight after transposes, reshapes and slices. The offsets map each axis of that operand to elements of the stored
+parameter, so that statistics can be put in the parameter's order. They are NumPy arrays, computed while tracing.
 """
 
 import dataclasses
