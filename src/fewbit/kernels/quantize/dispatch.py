@@ -171,7 +171,7 @@ def _dequantize(q: QArray, dtype: DTypeLike | None, backend: str | Dequantizer |
     return x
 
 
-def _refuse_noise(key: object, shared_noise: object) -> None:
+def _refuse_noise(key: Any, shared_noise: Any) -> None:
     """Raises a QuantError for anything but one random key or None, and axes."""
     if key is not None:
         is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
