@@ -172,6 +172,32 @@ def test_shards_join_by_maximum():
     assert activation[0] == amax(x) == activation[2]
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_devices_around_the_trained_function_join_by_maximum(is_inside):
+    """In the body of a `shard_map`, differentiated as a whole or within the body."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params, x = {"w": normal(8, 8)}, normal(8, 8, seed=2)
+
+    def fn(params, x):
+        return jnp.tanh(x @ params["w"])
+
+    trained, state = fb.train(fn, recipe()), fb.delayed_state(fn, params, x, recipe=recipe())
+
+    def loss(state, x):
+        return jnp.sum(trained(params, x, delayed=state) ** 2)
+
+    if is_inside:
+        each = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    else:
+        each = jax.grad(
+            jax.shard_map(
+                lambda state, x: jax.lax.psum(loss(state, x), "data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+            )
+        )
+    seen, whole = jax.jit(each)(state, x), jax.jit(jax.grad(loss))(state, x)
+    jax.tree.map(np.testing.assert_array_equal, seen, whole)
+
+
 @pytest.mark.slow
 def test_a_pipeline_sees_what_its_layers_see_one_after_the_other():
     """Four stages on four devices hand micro-batches on, and work on zeros while they wait."""

@@ -86,13 +86,29 @@ def widest(scales: StepScales) -> StepScales:
     return joined(scales)
 
 
-@jax.custom_batching.custom_vmap
 def amax_cotangent(magnitude: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
-    """The amax as the cotangent of its scale. Under `jax.vmap` it is the maximum, where the scale is shared."""
+    """The amax as the cotangent of its scale.
+
+    It is the maximum over all that share the scale: the elements of a `jax.vmap`, and the devices of a `jax.shard_map`
+    within which the function is differentiated or trained.
+    """
+    devices = _manual_axes(magnitude) - _manual_axes(scale)
+    if devices:
+        magnitude = jax.lax.pmax(magnitude, tuple(sorted(devices)))
+    return _seen_by_each(magnitude, scale)
+
+
+def _manual_axes(x: Array) -> frozenset[str]:
+    """The axes of a `shard_map`'s mesh along which the value differs; none under `check_vma=False`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+@jax.custom_batching.custom_vmap
+def _seen_by_each(magnitude: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
     return magnitude
 
 
-@amax_cotangent.def_vmap
+@_seen_by_each.def_vmap
 def _seen_by_all(_: int, are_batched: list[bool], magnitude: Array, scale: Array) -> tuple[Array, bool]:
     has_many, has_own_scales = are_batched
     if has_many and not has_own_scales:
