@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "checks.h"
+#include "thread_pool.h"
 #include "weight.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,6 +28,16 @@ inline bool StoredScalesOf(const xla::ffi::AnyBuffer& data, const xla::ffi::Buff
   stored->data = data.untyped_data();
   stored->table = table.typed_data();
   return true;
+}
+
+// What a product with one matrix reads. The shapes are those of stacks, whose first axis counts the matrices.
+inline Reads ReadsOf(const Weight& w, Dimensions codes, Dimensions scale, Dimensions zero) {
+  const auto read = [](const void* data, Dimensions shape, int64_t bytes) {
+    return Reads::Span{static_cast<const char*>(data), shape[1] * shape[2] * bytes};
+  };
+  Reads reads{read(w.codes, codes, 1), read(w.scale.data, scale, SizeOf(w.scale.type)), {}};
+  if (w.role != Zero::kNone) reads.zeros = read(w.zero.data, zero, SizeOf(w.zero.type));
+  return reads;
 }
 
 // Contiguous rows of x and y that are multiplied by one matrix of the weight.

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #if defined(__linux__)
@@ -19,6 +20,27 @@ namespace fewbit {
   const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
   return reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
+
+// Memory of a call, or of one chunk of it, for one `Use`: a thread may hold one of each use at a time. The thread keeps it for
+// the next call while it is small. Fresh pages cost 1 ms of a core for each MiB, and memory that is freed each time may go back
+// to the system: the quantizer of a row of 1536 numbers took 10 us so, of which 0.4 us were work.
+template <typename Use>
+class CallMemory {
+ public:
+  explicit CallMemory(int64_t bytes) {
+    constexpr int64_t kMost = 8 << 20;
+    thread_local std::vector<char> kept;
+    if (bytes > kMost) own_.reset(new char[bytes]);
+    else if (static_cast<int64_t>(kept.size()) < bytes) kept.resize(bytes);
+    data_ = bytes > kMost ? own_.get() : kept.data();
+  }
+  char* data() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+
+ private:
+  std::unique_ptr<char[]> own_;
+  char* data_;
+};
 
 // Asks for pages of 2 MiB in `bytes` from `begin` on, where whole ones fit, before all of it is written.
 //

@@ -65,6 +65,59 @@ bool IsSoSoon(const Condition& is_so) {
   return is_so();
 }
 
+// Memory that a call reads from end to end: a weight's codes, scales and zero points.
+struct Reads {
+  struct Span {
+    const char* data = nullptr;
+    int64_t bytes = 0;
+  };
+  Span codes, scales, zeros;
+};
+
+// Which memory is read after which, learned from calls: a program of a model makes the same ones again for each token.
+class Sequence {
+ public:
+  // What the call after the one that reads `now` will read, if it was the same the last two times; otherwise nothing. The
+  // memory may be gone by then: it is good for prefetching only, which ignores addresses that are not there.
+  Reads After(const Reads& now) {
+    if (last_ != nullptr) {
+      Step& step = StepFrom(last_);
+      step.is_proven = step.from == last_ && step.next.codes.data == now.codes.data;
+      step.from = last_, step.next = now;
+    }
+    last_ = now.codes.data;
+    const Step& step = StepFrom(last_);
+    return step.from == last_ && step.is_proven ? step.next : Reads{};
+  }
+
+ private:
+  struct Step {
+    const char* from = nullptr;
+    Reads next;
+    bool is_proven = false;
+  };
+  static constexpr uint64_t kSteps = 2048;
+
+  Step& StepFrom(const char* address) { return steps_[(reinterpret_cast<uint64_t>(address) * 0x9E3779B97F4A7C15u) >> 53]; }
+
+  std::unique_ptr<Step[]> steps_{new Step[kSteps]};
+  const char* last_ = nullptr;
+};
+
+// Prefetches the beginning of the `share`th of `shares` parts of what will be read, until `is_enough`.
+template <typename Condition>
+void FetchAhead(const Reads& reads, int64_t share, int64_t shares, const Condition& is_enough) {
+  constexpr int64_t kMost = 512 << 10, kAtOnce = 1 << 10, kLine = 64;  // of codes: half of an L2 cache
+  const int64_t steps = (reads.codes.bytes / shares + kAtOnce - 1) / kAtOnce;
+  for (int64_t step = 0; step < steps && step < kMost / kAtOnce && !is_enough(); ++step) {
+    for (const Reads::Span& span : {reads.codes, reads.scales, reads.zeros}) {
+      const int64_t first = span.bytes * share / shares, length = span.bytes * (share + 1) / shares - first;
+      const char* end = span.data + first + length * (step + 1) / steps;
+      for (const char* line = span.data + first + length * step / steps; line < end; line += kLine) __builtin_prefetch(line, 0, 2);
+    }
+  }
+}
+
 // What the threads of one call share. It outlives the call: a thread that comes late finds no chunk left, and `work` gone.
 //
 // Each thread has a share of neighbouring chunks, contiguous in memory, so that what it asks for ahead is its
@@ -81,7 +134,6 @@ struct Chunks {
 
   const int64_t count, threads;
   const std::unique_ptr<Share[]> shares;
-  std::atomic<int64_t> joined{0};
   std::atomic<int64_t> done{0};
   const void* work = nullptr;
   void (*run)(const void* work, int64_t chunk) = nullptr;
@@ -91,10 +143,10 @@ struct Chunks {
 
   bool AreDone() const { return done.load(std::memory_order_acquire) == count; }
 
-  void TakeAll() {
-    const int64_t first = joined.fetch_add(1);
+  // All chunks that are left, from the `own`th share on.
+  void TakeAll(int64_t own) {
     for (int64_t i = 0; i < threads; ++i) {
-      Share& share = shares[(first + i) % threads];
+      Share& share = shares[(own + i) % threads];
       int64_t taken = 0;
       for (int64_t chunk; (chunk = share.next.fetch_add(1)) < share.end; ++taken) run(work, chunk);
       if (taken != 0 && done.fetch_add(taken) + taken == count) {
@@ -126,47 +178,55 @@ class __attribute__((visibility("default"))) Helpers {
     return *helpers;
   }
 
-  // Posts a call that `count` threads may help with.
-  void Post(const std::shared_ptr<Chunks>& chunks, int64_t count) {
+  // Posts a call that `count` threads may help with, and that reads `reads`.
+  void Post(const std::shared_ptr<Chunks>& chunks, int64_t count, const Reads& reads) {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (reads.codes.data != nullptr) upcoming_ = sequence_.After(reads);
     latest_ = chunks;
     const uint64_t before = ticket_.fetch_add(1);
-    for (; threads_ < count; ++threads_) std::thread([this, before] { Serve(before); }).detach();
+    while (threads_ < count) std::thread([this, before, own = ++threads_] { Serve(before, own); }).detach();
     const int64_t asleep = asleep_;
     lock.unlock();
     for (int64_t i = 0; i < asleep && i < count; ++i) posted_.notify_one();
   }
 
  private:
-  void Serve(uint64_t seen) {
+  void Serve(uint64_t seen, int64_t own) {
+    const auto is_next = [&] { return ticket_.load(std::memory_order_relaxed) != seen; };
     for (;;) {
-      const bool is_posted = IsSoSoon([&] { return ticket_.load() != seen; });
+      const bool is_posted = IsSoSoon(is_next);
       std::unique_lock<std::mutex> lock(mutex_);
       if (!is_posted) {
         ++asleep_;
-        posted_.wait(lock, [&] { return ticket_.load() != seen; });
+        posted_.wait(lock, is_next);
         --asleep_;
       }
       seen = ticket_.load();
       const std::shared_ptr<Chunks> chunks = latest_;
+      const Reads upcoming = upcoming_;
+      const int64_t threads = threads_ + 1;
       lock.unlock();
       chunks->mode.Enter();
-      chunks->TakeAll();
+      chunks->TakeAll(own);
+      FetchAhead(upcoming, own, threads, is_next);
     }
   }
 
   std::mutex mutex_;
   std::condition_variable posted_;
   std::shared_ptr<Chunks> latest_;
+  Sequence sequence_;
+  Reads upcoming_;  // by the next call that says what it reads
   std::atomic<uint64_t> ticket_{0};
   int64_t threads_ = 0, asleep_ = 0;
 };
 
 // Calls `work(chunk)` for each chunk below `count`, on this thread and at most `count - 1` others; returns when all are done.
 //
-// This thread works too and waits only for chunks that others have begun.
+// This thread works too and waits only for chunks that others have begun. A call that reads much says what, so that a
+// thread without work may prefetch what the next one reads.
 template <typename Work>
-void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Work& work) {
+void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Work& work, const Reads& reads = {}) {
   int64_t helpers = pool.num_threads() - 1;
   if (helpers > count - 1) helpers = count - 1;
   if (helpers <= 0) {
@@ -176,8 +236,8 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Work& work) {
   auto chunks = std::make_shared<Chunks>(count, helpers + 1);
   chunks->work = &work;
   chunks->run = [](const void* shared, int64_t chunk) { (*static_cast<const Work*>(shared))(chunk); };
-  Helpers::Get().Post(chunks, helpers);
-  chunks->TakeAll();
+  Helpers::Get().Post(chunks, helpers, reads);
+  chunks->TakeAll(0);
   chunks->WaitUntilDone();
 }
 

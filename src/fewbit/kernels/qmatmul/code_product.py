@@ -20,7 +20,7 @@ from ...array.packing import unpack
 from ...array.qarray import QArray
 from ...array.quantize import expanded_scale, expanded_zero_point
 from ...errors import UnsupportedError
-from ...formats.format import AbstractFormat
+from ...formats.format import FORMATS, AbstractFormat
 from .integer_codes import fits_int32, is_whole, shift
 
 Axes: TypeAlias = tuple[int, ...]
@@ -151,7 +151,7 @@ def code_values(q: QArray, dtype: DTypeLike) -> jax.Array:
     """The decoded codes without scales, in a dtype of `sum_types`."""
     fmt, axis = q.scheme.format, q.scheme.pack_axis
     codes = unpack(q.codes, fmt.bits, q.shape[axis], q.scheme.packing, axis=axis)
-    if native_float(fmt) == dtype:
+    if native_float(fmt) == dtype or (dtype == jnp.int8 and fmt == FORMATS["int8"]):
         return jax.lax.bitcast_convert_type(codes, dtype)
     return (fmt.decode(codes) - shift(q.scheme)).astype(dtype)
 

@@ -56,7 +56,7 @@ def native_blocks(
     role, zero, zero_table = stored_zeros(q)
     result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - at]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
-        jax.lax.bitcast_convert_type(x.codes, jnp.int8),
+        x.codes,
         x_scale,
         q.codes,
         scale,

@@ -240,22 +240,23 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const int64_t length = (job.contracted() + block - 1) / block * block, ldx = length + 16;
   const int64_t copied = static_cast<int64_t>(owner.size()), ld_sums = SumsOfRow(w);
   const bool has_sums = is_blocked && w.role == Zero::kOffset;
-  std::unique_ptr<float[]> packed(new float[copied * ldx]), blocked_memory(is_blocked ? new float[copied * ldx + 16] : nullptr);
-  std::unique_ptr<float[]> sums(has_sums ? new float[copied * ld_sums] : nullptr);
-  float* blocked = FromALine(blocked_memory.get());
+  struct Rows {};
+  const int64_t in_blocks = is_blocked ? copied * ldx + 16 : 0;
+  const CallMemory<Rows> memory((copied * ldx + in_blocks + (has_sums ? copied * ld_sums : 0)) * sizeof(float));
+  float *packed = memory.floats(), *blocked = FromALine(packed + copied * ldx), *sums = packed + copied * ldx + in_blocks;
   for (Laid& one : jobs) {
     if (one.job.x != nullptr) continue;
-    one.job.x = (one.steps > 1 ? blocked : packed.get()) + one.from * ldx, one.job.ldx = ldx;
-    if (has_sums) one.job.x_sums = sums.get() + one.from * ld_sums, one.job.ld_sums = ld_sums;
+    one.job.x = (one.steps > 1 ? blocked : packed) + one.from * ldx, one.job.ldx = ldx;
+    if (has_sums) one.job.x_sums = sums + one.from * ld_sums, one.job.ld_sums = ld_sums;
   }
   constexpr int64_t kRowsAtOnce = 16;
   ParallelFor(pool, (copied + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
     for (int64_t i = chunk * kRowsAtOnce; i < copied && i < (chunk + 1) * kRowsAtOnce; ++i) {
       const Laid& one = jobs[owner[i]];
-      float* row = packed.get() + i * ldx;
+      float* row = packed + i * ldx;
       PackRow(x_data + (one.m0 + i - one.from) * job.K * x_bytes, x_kind, job.K, x_order, group, row, ldx);
       if (one.steps > 1) BlockedX(row, length, one.steps, blocked + i * ldx);
-      if (has_sums) TileSums(row, w, sums.get() + i * ld_sums);
+      if (has_sums) TileSums(row, w, sums + i * ld_sums);
     }
   });
   const auto run = [&](int64_t chunk) {
@@ -264,7 +265,9 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
     kernels.run(jobs[i].job, chunk);
   };
   constexpr int64_t kWorthThreads = 1 << 16;  // multiply-adds that take longer than to tell a thread that looks
-  if (work >= kWorthThreads) ParallelFor(pool, chunks, run);
+  Reads reads;
+  if (jobs.size() == 1) reads = ReadsOf(jobs[0].job.w, codes.dimensions(), scale_shape, zero.dimensions());
+  if (work >= kWorthThreads) ParallelFor(pool, chunks, run, reads);
   else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
   return ffi::Error::Success();
 }

@@ -30,7 +30,7 @@ def native_integers(
     bits, offset, codes, zeros = _unsigned(q, at)
     result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - at]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
-        jax.lax.bitcast_convert_type(x.codes, jnp.int8),
+        x.codes,
         scale_values(x),
         _zeros(x),
         codes,

@@ -91,28 +91,13 @@ static void ClearRest(const std::vector<Group>& groups, ffi::Result<ffi::AnyBuff
   std::memset(static_cast<char*>(y->untyped_data()) + done * row, 0, (rows - done) * row);
 }
 
-// The memory of a call that begins on this thread. The thread keeps it for the next one while it is small: the system takes
-// 1 ms of a core for each MiB of fresh pages, and to lay x out takes a seventh of that.
-class CallMemory {
- public:
-  explicit CallMemory(int64_t bytes) {
-    constexpr int64_t kMost = 8 << 20;
-    thread_local std::vector<char> kept;
-    if (bytes > kMost) own_.reset(new char[bytes]);
-    else if (static_cast<int64_t>(kept.size()) < bytes) kept.resize(bytes);
-    data_ = bytes > kMost ? own_.get() : kept.data();
-  }
-  char* data() const { return data_; }
-
- private:
-  std::unique_ptr<char[]> own_;
-  char* data_;
-};
+// What the memory of a call is for: the rows of x as a kernel reads them.
+struct LaidRows {};
 
 // All chunks, by several threads where they take longer than waking one: `least` multiply-adds.
 template <class Run>
-static void RunChunks(ffi::ThreadPool pool, int64_t chunks, int64_t multiplications, int64_t least, const Run& run) {
-  if (multiplications >= least) ParallelFor(pool, chunks, run);
+static void RunChunks(ffi::ThreadPool pool, int64_t chunks, int64_t multiplications, int64_t least, const Run& run, const Reads& reads = {}) {
+  if (multiplications >= least) ParallelFor(pool, chunks, run, reads);
   else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
 }
 
@@ -122,7 +107,7 @@ static void Multiply(ffi::ThreadPool pool, const Kernels& kernels, IntegerJob& j
   const BlockJob* blocks = job.blocks;
   const bool is_in_order = blocks == nullptr || (blocks->order == nullptr && blocks->K == job.K);
   const int64_t row = kernels.row_bytes(job, segments), ordered = is_in_order ? 0 : (job.K + 3) / 4 * 4, block = kernels.rows;
-  const CallMemory memory(job.M * (row + ordered + job.tiles() * TilesOfX::kBytes));  // rows are whole groups of four bytes: the sums are aligned
+  const CallMemory<LaidRows> memory(job.M * (row + ordered + job.tiles() * TilesOfX::kBytes));  // rows are whole groups of four bytes: the sums are aligned
   int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
   const TilesOfX tiles(job, memory.data() + job.M * row);
   job.x = laid, tiles.SetIn(&job);
@@ -137,7 +122,7 @@ static void Multiply(ffi::ThreadPool pool, const Kernels& kernels, IntegerJob& j
   RunChunks(pool, kernels.chunks(job), job.M * job.N * job.K, 1 << 19, run);
 }
 
-static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale,
+static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::U8> x, ffi::BufferR3<ffi::F32> x_scale,
                            ffi::BufferR3<ffi::S32> x_zero, ffi::BufferR3<ffi::U8> w, ffi::BufferR3<ffi::F32> w_scale,
                            ffi::BufferR3<ffi::S32> w_zero, ffi::BufferR1<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y,
                            bool contracts_cols, int64_t bits,
@@ -195,7 +180,7 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
     job.x_scale = x_scales.At(b, row), job.x_zero = x_zeros.At(b, row);
     job.w_scale = w_scales.At(one.matrix), job.w_zero = w_zeros.At(one.matrix);
     job.y = static_cast<char*>(y->untyped_data()) + one.m0 * job.N * SizeOf(job.y_kind);
-    Multiply(pool, kernels, job, x.typed_data() + one.m0 * job.K);
+    Multiply(pool, kernels, job, reinterpret_cast<const int8_t*>(x.typed_data()) + one.m0 * job.K);
   }
   return ffi::Error::Success();
 }
@@ -203,7 +188,7 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
 XLA_FFI_DEFINE_HANDLER(integers, Integers,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::BufferR3<ffi::S8>>()   // x [B, M, K]
+                           .Arg<ffi::BufferR3<ffi::U8>>()   // x [B, M, K]: the bits of int8
                            .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, tiles or 1]
                            .Arg<ffi::BufferR3<ffi::S32>>()  // its zero points, likewise; empty: none
                            .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, rows, cols], the contracted axis in bytes
@@ -242,19 +227,19 @@ static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, D
 }
 
 // One matrix, in place.
-static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJob& job, const int8_t* rows) {
+static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJob& job, const int8_t* rows, const Reads& reads) {
   const int64_t row = (kernels.block_row_bytes(job) + 3) / 4 * 4;
-  const CallMemory memory(job.M * (row + job.blocks() * static_cast<int64_t>(sizeof(BlockOfX))));
+  const CallMemory<LaidRows> memory(job.M * (row + job.blocks() * static_cast<int64_t>(sizeof(BlockOfX))));
   int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
   job.x = laid, job.x_blocks = reinterpret_cast<BlockOfX*>(memory.data() + job.M * row);
   const auto lay = [&](int64_t m) { kernels.lay_blocks(job, rows, m, laid); };
   if (job.M < 8) for (int64_t m = 0; m < job.M; ++m) lay(m);
   else ParallelFor(pool, job.M, lay);
   const auto run = [&](int64_t chunk) { kernels.run_blocks(job, chunk); };
-  RunChunks(pool, kernels.block_chunks(job), job.M * job.N * job.K, 1 << 18, run);
+  RunChunks(pool, kernels.block_chunks(job), job.M * job.N * job.K, 1 << 18, run, reads);
 }
 
-static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale, ffi::BufferR3<ffi::U8> codes,
+static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::U8> x, ffi::BufferR3<ffi::F32> x_scale, ffi::BufferR3<ffi::U8> codes,
                          ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero,
                          ffi::BufferR1<ffi::F32> zero_table, ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::S8> numbers,
                          ffi::BufferR1<ffi::S32> picked, ffi::BufferR1<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t depth, int64_t bits,
@@ -317,7 +302,7 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   ClearRest(groups, y);
   for (const Group& one : groups) {
     const int64_t matrix = stacked == 1 ? 0 : one.matrix;
-    const int8_t* rows = x.typed_data() + one.m0 * job.K;
+    const int8_t* rows = reinterpret_cast<const int8_t*>(x.typed_data()) + one.m0 * job.K;
     job.M = one.rows;
     job.w.codes = codes.typed_data() + matrix * shape[1] * shape[2];
     job.w.scale.data = static_cast<const char*>(first.scale.data) + matrix * scales * SizeOf(first.scale.type);
@@ -329,7 +314,7 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
       IntegerJob panels = kernels.panels_of(job);
       Multiply(pool, kernels, panels, rows);
     } else {
-      MultiplyBlocks(pool, kernels, job, rows);
+      MultiplyBlocks(pool, kernels, job, rows, ReadsOf(job.w, shape, scale_shape, zero_shape));
     }
   }
   return ffi::Error::Success();
@@ -338,7 +323,7 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
 XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::BufferR3<ffi::S8>>()   // x [B, M, K]
+                           .Arg<ffi::BufferR3<ffi::U8>>()   // x [B, M, K]: the bits of int8
                            .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, blocks or 1]
                            .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, N, bytes of K] or [B or 1, bytes of K, N]; of a stack that one is picked of, any number
                            .Arg<ffi::AnyBuffer>()           // scales [stack or 1, tiles of rows, tiles], as they are stored

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpp/isa.h"
+#include "cpp/memory.h"
 #include "cpp/thread_pool.h"
 #include "kernels.h"
 #include "problem.h"
@@ -44,17 +45,24 @@ inline int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t Most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The memory of one task's ranges.
+// What memory is for: the codes of a task before they are packed, the magnitudes that it searches scales with, its ranges, and
+// the ranges of a whole array.
+struct Unpacked {};
+struct Searched {};
+struct OfTask {};
+struct OfArray {};
+
+template <typename Use>
 class OwnRanges {
  public:
-  explicit OwnRanges(int64_t count) : magnitude_(count), floats_(count * 3) {
-    ranges_ = Ranges{magnitude_.data(), floats_.data(), floats_.data() + count, floats_.data() + 2 * count};
+  explicit OwnRanges(int64_t count) : memory_(4 * count * sizeof(float)) {
+    float* floats = memory_.floats();
+    ranges_ = Ranges{reinterpret_cast<int32_t*>(floats + 3 * count), floats, floats + count, floats + 2 * count};
   }
   const Ranges& operator*() const { return ranges_; }
 
  private:
-  std::vector<int32_t> magnitude_;
-  std::vector<float> floats_;
+  CallMemory<Use> memory_;
   Ranges ranges_;
 };
 
@@ -87,8 +95,8 @@ class Walk {
     const int64_t rows = Ceil(Most(kChunk / width, 1), unit) * unit;
     job_.ahead = width <= kPanel ? job_.columns : 0;
     Rectangles(rows, width, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
-      std::vector<uint8_t> scratch(ScratchBytes(c1 - c0));
-      kernels_.encode(job_, b, r0, r1, c0, c1, scratch.data());
+      const CallMemory<Unpacked> scratch(ScratchBytes(c1 - c0));
+      kernels_.encode(job_, b, r0, r1, c0, c1, reinterpret_cast<uint8_t*>(scratch.data()));
     });
   }
 
@@ -127,17 +135,17 @@ class Walk {
     const int64_t groups = Most(1, kChunk / (group_rows_ * width_));
     Rectangles(group_rows_ * groups, width_, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
       const int64_t t0 = c0 / job_.tile_columns, count = Ceil(c1, job_.tile_columns) - t0;
-      const OwnRanges ranges(count + 2 * kernels_.lanes);
+      const OwnRanges<OfTask> ranges(count + 2 * kernels_.lanes);
       const bool searches = job_.calibration >= Calibration::kBestPower;
-      std::vector<float> gathered(searches ? job_.tile_rows * job_.tile_columns * kernels_.lanes : 0);
-      std::vector<uint8_t> scratch(ScratchBytes(c1 - c0));
+      const CallMemory<Searched> gathered(searches ? job_.tile_rows * job_.tile_columns * kernels_.lanes * sizeof(float) : 0);
+      const CallMemory<Unpacked> scratch(ScratchBytes(c1 - c0));
       for (int64_t g0 = r0; g0 < r1; g0 += group_rows_) {
         const int64_t g1 = Least(g0 + group_rows_, r1);
         for (int64_t r = g0; r < g1; r += job_.tile_rows) {
           if (!searches) kernels_.ranges(job_, b, r, Least(r + job_.tile_rows, g1), c0, c1, *ranges);
-          kernels_.scales(job_, b, r / job_.tile_rows, t0, count, *ranges, Unit(b), gathered.data());
+          kernels_.scales(job_, b, r / job_.tile_rows, t0, count, *ranges, Unit(b), gathered.floats());
         }
-        kernels_.encode(job_, b, g0, g1, c0, c1, scratch.data());
+        kernels_.encode(job_, b, g0, g1, c0, c1, reinterpret_cast<uint8_t*>(scratch.data()));
       }
     });
   }
@@ -145,7 +153,7 @@ class Walk {
   // The tiles are too large to be read twice from cache: all ranges first, then the codes.
   void InTwoPasses() {
     const int64_t tiles = job_.batch * job_.row_tiles * job_.column_tiles;
-    const OwnRanges all(tiles + 2 * kernels_.lanes);
+    const OwnRanges<OfArray> all(tiles + 2 * kernels_.lanes);
     const Ranges& total = *all;
     for (int64_t t = 0; t < tiles; ++t) {
       total.magnitude[t] = 0;
@@ -157,7 +165,7 @@ class Walk {
     const int64_t rows = Most(1, kChunk / width);
     Rectangles(rows, width, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
       const int64_t t0 = c0 / job_.tile_columns, count = Ceil(c1, job_.tile_columns) - t0;
-      const OwnRanges own(count + 2 * kernels_.lanes);
+      const OwnRanges<OfTask> own(count + 2 * kernels_.lanes);
       const Ranges& ranges = *own;
       for (int64_t r = r0; r < r1;) {
         const int64_t row_tile = r / job_.tile_rows, end = Least((row_tile + 1) * job_.tile_rows, r1);

@@ -212,8 +212,9 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer given
   job.stored_zero = zero->untyped_data();
   job.units = (const float*)units->untyped_data();
   job.batch_per_unit = job.has_unit ? job.batch / (int64_t)units->element_count() : 1;
-  std::vector<float> divisors(count), offsets(job.has_zero ? count : 0);
-  job.divisors = divisors.data(), job.offsets = offsets.data();
+  struct Scales {};
+  const CallMemory<Scales> memory((job.has_zero ? 2 : 1) * count * sizeof(float));
+  job.divisors = memory.floats(), job.offsets = memory.floats() + (job.has_zero ? count : 0);
   PreferLargePages(job.codes, codes->size_bytes());
   const Kernels kernels = KernelsFor(IsaOf(level));
   Walk(job, kernels, pool).Quantize();
