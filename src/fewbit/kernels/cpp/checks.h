@@ -14,6 +14,12 @@ namespace fewbit {
 
 using Dimensions = xla::ffi::Span<const int64_t>;
 
+// What a number is, in two parts that are joined only when it is wrong: a token checks some thousand numbers.
+struct Name {
+  const char *what, *of;
+  Name(const char* what, const char* of = "") : what(what), of(of) {}
+};
+
 class Checks {
  public:
   explicit Checks(const char* call) : call_(call) {}
@@ -26,31 +32,31 @@ class Checks {
     if (!fits && !failed()) text_ = std::string(call_) + ": " + expected;
     return !failed();
   }
-  bool Equal(const char* what, int64_t found, int64_t expected) {
-    if (found != expected) Fail(what, found, std::to_string(expected));
+  bool Equal(Name name, int64_t found, int64_t expected) {
+    if (found != expected) Fail(name, found, std::to_string(expected));
     return !failed();
   }
-  bool OneOf(const char* what, int64_t found, std::initializer_list<int64_t> expected) {
-    std::string list;
+  bool OneOf(Name name, int64_t found, std::initializer_list<int64_t> expected) {
     for (const int64_t number : expected) {
       if (found == number) return !failed();
-      list += (list.empty() ? "" : " or ") + std::to_string(number);
     }
-    Fail(what, found, list);
+    std::string list;
+    for (const int64_t number : expected) list += (list.empty() ? "" : " or ") + std::to_string(number);
+    Fail(name, found, list);
     return false;
   }
-  bool Within(const char* what, int64_t found, int64_t low, int64_t high) {
-    if (found < low || found > high) Fail(what, found, std::to_string(low) + " to " + std::to_string(high));
+  bool Within(Name name, int64_t found, int64_t low, int64_t high) {
+    if (found < low || found > high) Fail(name, found, std::to_string(low) + " to " + std::to_string(high));
     return !failed();
   }
-  bool AtLeast(const char* what, int64_t found, int64_t low) {
-    if (found < low) Fail(what, found, "at least " + std::to_string(low));
+  bool AtLeast(Name name, int64_t found, int64_t low) {
+    if (found < low) Fail(name, found, "at least " + std::to_string(low));
     return !failed();
   }
 
  private:
-  void Fail(const char* what, int64_t found, const std::string& expected) {
-    if (!failed()) text_ = std::string(call_) + ": " + what + " is " + std::to_string(found) + ", expected " + expected;
+  void Fail(Name name, int64_t found, const std::string& expected) {
+    if (!failed()) text_ = std::string(call_) + ": " + name.what + name.of + " is " + std::to_string(found) + ", expected " + expected;
   }
 
   const char* call_;

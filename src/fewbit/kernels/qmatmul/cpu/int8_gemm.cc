@@ -67,12 +67,11 @@ static Stacked<Number> StackedOf(const Buffer& buffer, bool rows_first, int64_t 
 }
 
 // One number for each tile of rows (or outputs) and of the contraction, or one for all of an axis.
-static void CheckPerTile(const char* what, Dimensions shape, int64_t batch, int64_t rows, int64_t tiles, bool rows_first,
+static void CheckPerTile(const char* name, Dimensions shape, int64_t batch, int64_t rows, int64_t tiles, bool rows_first,
                          Checks& checks) {
-  const std::string name(what);
-  checks.OneOf(("matrices of the " + name).c_str(), shape[0], {1, batch});
-  checks.OneOf(("rows of the " + name).c_str(), shape[rows_first ? 1 : 2], {1, rows});
-  checks.OneOf(("tiles of the " + name).c_str(), shape[rows_first ? 2 : 1], {1, tiles});
+  checks.OneOf({"matrices of the ", name}, shape[0], {1, batch});
+  checks.OneOf({"rows of the ", name}, shape[rows_first ? 1 : 2], {1, rows});
+  checks.OneOf({"tiles of the ", name}, shape[rows_first ? 2 : 1], {1, tiles});
 }
 
 // The matrices that groups of rows are multiplied with: one for each group.

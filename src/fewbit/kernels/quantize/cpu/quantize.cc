@@ -49,24 +49,23 @@ namespace fewbit {
 // --- what Python hands over ---
 
 // Whether what describes a format is whole: `FormatOf` reads no more than this.
-void CheckFormat(const char* what, ffi::Span<const int32_t> ints, ffi::Span<const float> floats, bool may_be_absent, Checks& checks) {
+void CheckFormat(const char* name, ffi::Span<const int32_t> ints, ffi::Span<const float> floats, bool may_be_absent, Checks& checks) {
   const int64_t whole = static_cast<int64_t>(ints.size()), numbers = static_cast<int64_t>(floats.size());
-  const std::string name(what);
-  if (!checks.AtLeast(("length of what describes the " + name).c_str(), whole, 3)) return;
+  if (!checks.AtLeast({"length of what describes the ", name}, whole, 3)) return;
   if (may_be_absent && ints[0] < 0) return;
-  if (!checks.Within(("kind of the " + name).c_str(), ints[0], 0, 6)) return;
+  if (!checks.Within({"kind of the ", name}, ints[0], 0, 6)) return;
   const Kind kind = static_cast<Kind>(ints[0]);
   const bool has_codes = kind == Kind::kInteger || kind == Kind::kMinifloat || kind == Kind::kCodebook;
-  if (has_codes) checks.Within(("bits of the " + name).c_str(), ints[1], 1, 8);
+  if (has_codes) checks.Within({"bits of the ", name}, ints[1], 1, 8);
   if (kind == Kind::kInteger) {
-    checks.AtLeast(("length of the integer " + name).c_str(), whole, 4);
-    checks.AtLeast(("numbers of the integer " + name).c_str(), numbers, 3);
+    checks.AtLeast({"length of the integer ", name}, whole, 4);
+    checks.AtLeast({"numbers of the integer ", name}, numbers, 3);
   } else if (kind == Kind::kMinifloat) {
-    checks.AtLeast(("length of the minifloat " + name).c_str(), whole, 8);
-    checks.AtLeast(("numbers of the minifloat " + name).c_str(), numbers, 1);
+    checks.AtLeast({"length of the minifloat ", name}, whole, 8);
+    checks.AtLeast({"numbers of the minifloat ", name}, numbers, 1);
   } else if (kind == Kind::kCodebook) {
-    checks.Within(("codes of the " + name).c_str(), whole - 5, 1, kMaxCodes);
-    checks.AtLeast(("thresholds and numbers of the " + name).c_str(), numbers, 2 * (whole - 5) - 1);
+    checks.Within({"codes of the ", name}, whole - 5, 1, kMaxCodes);
+    checks.AtLeast({"thresholds and numbers of the ", name}, numbers, 2 * (whole - 5) - 1);
   }
 }
 

@@ -71,14 +71,33 @@ static bool ScalesLast(const BlockJob& job) { return job.blocks() > 1 && job.x_s
 // What the bytes of w have more than its numbers.
 static uint32_t AddedTo(const BlockJob& job) { return IsDecoded(job) && kSignedBytes ? 0 : static_cast<uint32_t>(job.offset); }
 
+// The sum of 16 signed bytes: blocks of 32 are shorter than a register of AVX-512.
+INLINE int32_t SumOf16(const int8_t* x) {
+#if FEWBIT_X86
+  const __m128i unsigned_bytes = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)), _mm_set1_epi8(-128));
+  const __m128i halves = _mm_sad_epu8(unsigned_bytes, _mm_setzero_si128());
+  return _mm_cvtsi128_si32(halves) + _mm_extract_epi16(halves, 4) - 16 * 128;
+#elif FEWBIT_ARM64
+  return vaddlvq_s8(vld1q_s8(x));
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
 static int32_t SumOfBytes(const int8_t* x, int64_t count) {
-  const U ones = SameBytes(1);
-  U four = SameI(0);
   int64_t i = 0;
-  for (; i + kIntBytes <= count; i += kIntBytes) four = Dot4(four, ones, LoadI(x + i));
-  int32_t rest = 0;
-  for (; i < count; ++i) rest += x[i];
-  return rest + static_cast<int32_t>(SumOfInts(four));
+  int32_t sum = 0;
+  if (count >= kIntBytes) {
+    const U ones = SameBytes(1);
+    U four = SameI(0);
+    for (; i + kIntBytes <= count; i += kIntBytes) four = Dot4(four, ones, LoadI(x + i));
+    sum = static_cast<int32_t>(SumOfInts(four));
+  }
+  for (; i + 16 <= count; i += 16) sum += SumOf16(x + i);
+  for (; i < count; ++i) sum += x[i];
+  return sum;
 }
 
 // Bytes of a row of x as `LayBlocks` lays it out.
