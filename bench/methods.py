@@ -68,6 +68,7 @@ def main() -> int:
                 continue
             rows[scheme, name] = measured(source, base, scheme, name)
             print(rows[scheme, name]["text"], flush=True)
+            jax.clear_caches()  # compiled programs have more mappings of memory after 46 rows than Linux grants a process
             if options.save:  # after each row: some take minutes
                 save(options.save, PACKAGES, model=options.model, tokens=options.tokens, rows=list(rows.values()))
     return 0
