@@ -261,11 +261,11 @@ def test_what_other_methods_leave_of_rounding_and_of_gptq():
 
     assert percent("hqq", "rtn", "int4_g64", "nf4", "int3_g64") == [85, 93]
     assert percent("imatrix", "rtn", "int4_g64", "nf4", "nvfp4", "int3_g64") == [66, 75]
-    assert percent("awq", "rtn", "int4_g64", "nf4", "nvfp4", "int3_g64") == [30, 53]
+    assert percent("awq", "rtn", "int4_g64", "nf4", "nvfp4", "int3_g64") == [29, 53]
     assert percent("gptq", "rtn", *four, "int3_g64") == [12, 14]
     assert percent("qep", "gptq", *four) == [79, 86]
-    assert [percent("qep", "gptq", scheme)[0] for scheme in ("int3_g64", "int2_g32")] == [64, 28]
-    assert percent("awq+gptq", "gptq", *four, "int3_g64", "int2_g32") == [93, 108]
+    assert [percent("qep", "gptq", scheme)[0] for scheme in ("int3_g64", "int2_g32")] == [63, 28]
+    assert percent("awq+gptq", "gptq", *four, "int3_g64", "int2_g32") == [95, 111]
     best = {scheme: min((m for s, m in kl if s == scheme), key=lambda m: kl[scheme, m]) for scheme in SCHEMES}
     assert all(best[scheme] == "qep" for scheme in ("mxfp4", "nvfp4", "int2_g32"))
     assert best["int3_g64"] == "gptq_mse"
