@@ -96,11 +96,11 @@ class Sequence {
     Reads next;
     bool is_proven = false;
   };
-  static constexpr uint64_t kSteps = 2048;
+  static constexpr int kBits = 11;  // of a step's place
 
-  Step& StepFrom(const char* address) { return steps_[(reinterpret_cast<uint64_t>(address) * 0x9E3779B97F4A7C15u) >> 53]; }
+  Step& StepFrom(const char* address) { return steps_[(reinterpret_cast<uint64_t>(address) * 0x9E3779B97F4A7C15u) >> (64 - kBits)]; }
 
-  std::unique_ptr<Step[]> steps_{new Step[kSteps]};
+  std::unique_ptr<Step[]> steps_{new Step[1 << kBits]};
   const char* last_ = nullptr;
 };
 

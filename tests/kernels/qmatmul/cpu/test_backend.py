@@ -385,14 +385,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.finding(36)
 def test_what_was_read_next_before_may_be_gone():
     """A thread without work prefetches what the next product read the last times, which may be freed memory by then."""
     x = jnp.ones((1, 1024))
     run = jax.jit(lambda x, q: x @ q.T)
-    weights = [
-        jnp.full((1024, 1024), float(i)) for i in range(3)
-    ]  # of 0.5 MiB in int4, whose memory goes back to the system
+    weights = [jnp.full((1024, 1024), float(i)) for i in range(3)]  # 0.5 MiB in int4: freed, it goes back to the system
     expected = [np.asarray(run(x, fb.quantize(w, "int4_g64"))) for w in weights]
     for _ in range(3):
         held = [fb.quantize(w, "int4_g64") for w in weights]
@@ -404,6 +401,7 @@ def test_what_was_read_next_before_may_be_gone():
             np.testing.assert_array_equal(run(x, held[0]), expected[0])
 
 
+@pytest.mark.finding(36)
 def test_a_precision_is_honoured_where_the_sums_are_at_least_as_exact():
     """Every lax.Precision and every algorithm that sums in float32 or less: the product is the exact one, and the same bits."""
     q, x = weight("nf4", -1), activation(3, COLS)

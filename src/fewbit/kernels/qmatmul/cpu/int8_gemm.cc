@@ -31,7 +31,6 @@
 
 #if FEWBIT_IN_UNIT(0)
 #include <cstring>
-#include <memory>
 
 #include "cpp/buffers.h"
 #include "cpp/checks.h"
