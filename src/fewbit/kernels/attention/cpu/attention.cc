@@ -189,7 +189,7 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
     run.attend(one, r0, count, begin + part * kRun, end, memory, parts > 1 ? parted : own);
     for (int64_t r = 0; parts == 1 && r < count; ++r) store(own, r, head * rows + r0 + r, own.mixed + count * ld);
   };
-  constexpr int64_t kWorthThreads = 1 << 19;  // multiply-adds that take longer, about 10 us, than waking a thread
+  constexpr int64_t kWorthThreads = 1 << 15;  // multiply-adds: few, since keys and values come from memory
   if (batch * heads * rows * (most - begin) * width * 2 >= kWorthThreads) ParallelFor(pool, chunks, attend);
   else for (int64_t chunk = 0; chunk < chunks; ++chunk) attend(chunk);
   std::unique_ptr<float[]> joined(new float[width]);
