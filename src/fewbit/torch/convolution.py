@@ -11,6 +11,7 @@ from ..errors import QuantError
 from ..ops.conv import conv_general_dilated
 from . import dlpack as handover
 from .matmul import autocast
+from .operation import Operation, Tensors, applied, no_second_gradient
 from .qtensor import FUNCTIONS, QTensor, form_of
 
 Settings: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -43,7 +44,7 @@ def _convolved(
     is_batched = x.ndim == spatial + 2
     if not is_batched:
         x = x.unsqueeze(0)
-    y = torch.ops.fewbit.convolution(x, q.leaves, q.form.text, steps, low, high, spread, groups)
+    y = applied(_Convolution((q.form.text, steps, low, high, spread, groups)), x, q.leaves)
     if not is_batched:
         y = y.squeeze(0)
     if bias is not None:
@@ -118,9 +119,10 @@ def _empty(
 
 
 def _run_gradient(
-    g: torch.Tensor, x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, *settings: Sequence[int] | int
+    g: torch.Tensor, tensors: Sequence[torch.Tensor], form: str, *settings: Sequence[int] | int
 ) -> torch.Tensor:
-    """The gradient of `x`."""
+    """The gradient of `x`, the last tensor."""
+    *leaves, x = tensors
     return handover.call(_compiled_gradient(form, *map(_hashable, settings)), (g, x, *leaves))
 
 
@@ -136,24 +138,38 @@ def _compiled_gradient(form: str, *settings: Any) -> Callable[..., jax.Array]:
 _SETTINGS = "str form, int[] steps, int[] low, int[] high, int[] spread, int groups"
 handover.operator(f"convolution(Tensor x, Tensor[] leaves, {_SETTINGS}) -> Tensor", _run, _empty)
 handover.operator(
-    f"convolution_gradient(Tensor g, Tensor x, Tensor[] leaves, {_SETTINGS}) -> Tensor",
+    f"convolution_gradient(Tensor g, Tensor[] tensors, {_SETTINGS}) -> Tensor",
     _run_gradient,
-    lambda g, x, leaves, *settings: torch.empty_like(x),
+    lambda g, tensors, *settings: torch.empty_like(tensors[-1]),
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, leaves, *ctx.settings = inputs
-    ctx.save_for_backward(x, *leaves)
+class _Convolution(Operation):
+    name = "convolution"
+    merges_rows = True
+
+    @property
+    def reads_x(self) -> bool:
+        """True: its gradient needs the shape."""
+        return True
+
+    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
+        assert x is not None
+        return _ConvolutionGradient(self.settings), (*tensors, x)
 
 
-def _backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | list[None] | None, ...]:
-    x, *leaves = ctx.saved_tensors
-    of_x = torch.ops.fewbit.convolution_gradient(g, x, leaves, *ctx.settings)
-    return of_x, [None] * len(leaves), *[None] * len(ctx.settings)
+class _ConvolutionGradient(Operation):
+    """Its last tensor is the `x` of the convolution."""
+
+    name = "convolution_gradient"
+
+    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
+        if not self.is_linear:
+            raise no_second_gradient()
+        return _Convolution(self.settings), tensors[:-1]
 
 
-torch.library.register_autograd("fewbit::convolution", _backward, setup_context=_setup, lib=handover.LIBRARY)
+_Convolution.register_gradient()
 
 FUNCTIONS |= {
     torch.nn.functional.conv1d: functools.partial(_convolved, 1),

@@ -1,7 +1,7 @@
 """Matmuls of QTensors: fewbit's kernels in JAX, or Triton's on CUDA.
 
-Every matmul is one torch operator, `fewbit::product`, of plain tensors and the JSON of their form, so autograd and
-torch.compile support it. On a CPU it calls the cached compiled JAX function of its form, 30 us more than the kernel.
+Every matmul is one torch operator, `fewbit::product`, of plain tensors and the JSON of their form, so autograd, torch.func
+and torch.compile support it. On a CPU it calls the cached compiled JAX function of its form, 30 us more than the kernel.
 """
 
 import functools
@@ -18,6 +18,7 @@ from ..kernels.qmatmul.gpu.weight import Matrix
 from ..ops.dot import dot_general
 from . import dlpack as handover
 from . import triton
+from .operation import Operation, Tensors, applied, no_second_gradient
 from .qtensor import FUNCTIONS, Form, QTensor, form_of, in_memory_order, permuted
 from .quantize import decoded_leaves, dequantize
 
@@ -78,7 +79,7 @@ def product(x: torch.Tensor, q: QTensor, axis: int, backend: Backend | None = No
     x = autocast(x)
     stored, places = in_memory_order(q)
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.ops.fewbit.product(rows, stored.leaves, stored.form.text, places[axis], backend or "")
+    y = applied(_Product((stored.form.text, places[axis], backend or "")), rows, stored.leaves)
     return y.reshape(*x.shape[:-1], q.shape[1 - axis])
 
 
@@ -195,10 +196,9 @@ def _empty(x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int
 handover.operator("product(Tensor x, Tensor[] leaves, str form, int axis, str backend) -> Tensor", _product, _empty)
 
 
-def _product_gradient(
-    g: torch.Tensor, x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int
-) -> torch.Tensor:
-    """The gradient of `x` in a matmul under a policy (its dgrad)."""
+def _product_gradient(g: torch.Tensor, tensors: Sequence[torch.Tensor], form: str, axis: int) -> torch.Tensor:
+    """The gradient of `x`, the last tensor, in a matmul under a policy (its dgrad)."""
+    *leaves, x = tensors
     rows = padded_count(len(x))
     if x.numel() == 0:
         return torch.zeros_like(x)
@@ -216,29 +216,33 @@ def _compiled_gradient(form: str, axis: int) -> Callable[..., jax.Array]:
 
 
 handover.operator(
-    "product_gradient(Tensor g, Tensor x, Tensor[] leaves, str form, int axis) -> Tensor",
+    "product_gradient(Tensor g, Tensor[] tensors, str form, int axis) -> Tensor",
     _product_gradient,
-    lambda g, x, leaves, form, axis: torch.empty_like(x),
+    lambda g, tensors, form, axis: torch.empty_like(tensors[-1]),
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, leaves, ctx.form, ctx.axis, ctx.backend = inputs
-    ctx.has_policy = form_of(ctx.form).policy is not None
-    ctx.save_for_backward(*leaves, *((x,) if ctx.has_policy else ()))
+class _Product(Operation):
+    name = "product"
+    merges_rows = True
+
+    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
+        form, axis, backend = self.settings
+        if x is not None:
+            return _ProductGradient((form, axis)), (*tensors, x)
+        return _Product((form, 1 - axis, backend)), tensors
 
 
-def _backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | list[None] | None, ...]:
-    saved = list(ctx.saved_tensors)
-    if ctx.has_policy:
-        x = saved.pop()
-        of_x = torch.ops.fewbit.product_gradient(g, x, saved, ctx.form, ctx.axis)
-    else:
-        of_x = torch.ops.fewbit.product(g, saved, ctx.form, 1 - ctx.axis, ctx.backend)
-    return of_x, [None] * len(saved), None, None, None
+class _ProductGradient(Operation):
+    """Its last tensor is the `x` of the product."""
+
+    name = "product_gradient"
+
+    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
+        raise no_second_gradient()
 
 
-torch.library.register_autograd("fewbit::product", _backward, setup_context=_setup, lib=handover.LIBRARY)
+_Product.register_gradient()
 
 
 # --- torch functions ---

@@ -526,10 +526,26 @@ def in_memory_order(q: QTensor) -> tuple[QTensor, tuple[int, ...]]:
     return permuted(q, order), tuple(order.index(a) for a in range(q.ndim))
 
 
-def _transpose(q: QTensor, first: int, second: int) -> QTensor:
-    order = list(range(q.ndim))
-    order[first], order[second] = order[second], order[first]
-    return permuted(q, order)
+# Their parameters have torch's names, by which they can be passed.
+
+
+def _transpose(input: QTensor, dim0: int, dim1: int) -> QTensor:  # noqa: A002
+    order = list(range(input.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return permuted(input, order)
+
+
+def _t(input: QTensor) -> QTensor:  # noqa: A002
+    if input.ndim > 2:
+        raise QuantError(f"t() transposes matrices; got shape {tuple(input.shape)}")
+    return permuted(input, range(input.ndim)[::-1])
+
+
+def _permute(input: QTensor, *axes: Any, dims: Sequence[int] = ()) -> QTensor:  # noqa: A002
+    """`permute(2, 0, 1)`, `permute((2, 0, 1))` or `permute(dims=...)`."""
+    if len(axes) == 1 and not isinstance(axes[0], int):
+        (axes,) = axes
+    return permuted(input, axes or dims)
 
 
 def _to_copy(
@@ -571,8 +587,24 @@ def _detached(q: QTensor) -> QTensor:
     return _mapped(q, lambda leaf: leaf.detach())
 
 
-# Under inference_mode torch's own detach rejects the result of a dispatched one.
-FUNCTIONS[torch.Tensor.detach] = _detached
+def _getter(name: str) -> Callable[..., Any]:
+    """The function by which `__torch_function__` knows a property."""
+    return getattr(torch.Tensor, name).__get__
+
+
+# Under inference_mode torch's own detach rejects the result of a dispatched one, and under torch.func the result of a dispatched
+# transpose is a QTensor no more.
+FUNCTIONS |= {
+    torch.Tensor.detach: _detached,
+    _getter("T"): lambda q: permuted(q, range(q.ndim)[::-1]),
+    _getter("mT"): lambda q: _transpose(q, -2, -1),
+    torch.Tensor.t: _t,
+    torch.t: _t,
+    torch.Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    torch.Tensor.permute: _permute,
+    torch.permute: _permute,
+}
 
 _DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _detached,
@@ -581,7 +613,7 @@ _DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten.empty_like.default: lambda q, dtype=None, layout=None, device=None, **_: _mapped(
         q, lambda leaf: torch.empty_like(leaf, device=device), _retyped(q, dtype)
     ),
-    _aten.t.default: lambda q: permuted(q, range(q.ndim)[::-1]),
+    _aten.t.default: _t,
     _aten.transpose.int: _transpose,
     _aten.permute.default: permuted,
     _aten._to_copy.default: _to_copy,

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import torch
@@ -15,6 +14,7 @@ from ..ops.ragged import ragged_dot as jax_ragged_dot
 from . import dlpack as handover
 from . import triton
 from .matmul import PRECISIONS, config_of, gpu_of, or_unread, padded_count, table_of
+from .operation import Operation, Tensors, applied, no_second_gradient
 from .qtensor import QTensor, form_of, in_memory_order, permuted
 from .quantize import Backend
 
@@ -50,13 +50,12 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
     stored, places = in_memory_order(q)
     if places[0] != 0:
         raise QuantError(f"the {q.shape[0]} matrices of q are not contiguous in memory; quantize them as [G, K, N]")
-    return torch.ops.fewbit.ragged(x, stored.leaves, stored.form.text, places[1], group_sizes, backend or "")
+    return applied(_Ragged((stored.form.text, places[1], backend or "")), x, (*stored.leaves, group_sizes))
 
 
-def _ragged(
-    x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int, group_sizes: torch.Tensor, backend: str
-) -> torch.Tensor:
-    """`x [M, K]` in groups times the matrices of a form. It contracts the given axis of the matrices."""
+def _ragged(x: torch.Tensor, tensors: Sequence[torch.Tensor], form: str, axis: int, backend: str) -> torch.Tensor:
+    """`x [M, K]` in groups times the matrices of a form, contracting the given axis of them. The last tensor is the sizes."""
+    *leaves, group_sizes = tensors
     q = w = form_of(form).qtensor(leaves)
     if axis == 2:
         w = permuted(q, (0, 2, 1))
@@ -93,16 +92,15 @@ def _jax_product(form: str, axis: int, x: jax.Array, group_sizes: jax.Array, lea
 
 
 handover.operator(
-    "ragged(Tensor x, Tensor[] leaves, str form, int axis, Tensor group_sizes, str backend) -> Tensor",
+    "ragged(Tensor x, Tensor[] tensors, str form, int axis, str backend) -> Tensor",
     _ragged,
-    lambda x, leaves, form, axis, group_sizes, backend: x.new_empty((x.shape[0], form_of(form).shape[3 - axis])),
+    lambda x, tensors, form, axis, backend: x.new_empty((x.shape[0], form_of(form).shape[3 - axis])),
 )
 
 
-def _ragged_gradient(
-    g: torch.Tensor, x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int, group_sizes: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of `x` in a product under a policy (its dgrad)."""
+def _ragged_gradient(g: torch.Tensor, tensors: Sequence[torch.Tensor], form: str, axis: int) -> torch.Tensor:
+    """The gradient of `x`, the last tensor after the sizes, in a product under a policy (its dgrad)."""
+    *leaves, group_sizes, x = tensors
     count = len(x)
     g, rows = (torch.nn.functional.pad(t, (0, 0, 0, padded_count(count) - count)) for t in (g, x))
     return handover.call(_compiled_gradient(form, axis), (g, rows, group_sizes.to(torch.int32), *leaves))[:count].clone()
@@ -118,29 +116,34 @@ def _compiled_gradient(form: str, axis: int) -> Callable[..., jax.Array]:
 
 
 handover.operator(
-    "ragged_gradient(Tensor g, Tensor x, Tensor[] leaves, str form, int axis, Tensor group_sizes) -> Tensor",
+    "ragged_gradient(Tensor g, Tensor[] tensors, str form, int axis) -> Tensor",
     _ragged_gradient,
-    lambda g, x, leaves, form, axis, group_sizes: torch.empty_like(x),
+    lambda g, tensors, form, axis: torch.empty_like(tensors[-1]),
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, leaves, ctx.form, ctx.axis, group_sizes, ctx.backend = inputs
-    ctx.has_policy = form_of(ctx.form).policy is not None
-    ctx.save_for_backward(group_sizes, *leaves, *((x,) if ctx.has_policy else ()))
+class _Ragged(Operation):
+    """The sizes of the groups are its last tensor."""
+
+    name = "ragged"
+
+    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
+        form, axis, backend = self.settings
+        if x is not None:
+            return _RaggedGradient((form, axis)), (*tensors, x)
+        return _Ragged((form, 3 - axis, backend)), tensors
 
 
-def _backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | list[None] | None, ...]:
-    group_sizes, *saved = ctx.saved_tensors
-    if ctx.has_policy:
-        x = saved.pop()
-        of_x = torch.ops.fewbit.ragged_gradient(g, x, saved, ctx.form, ctx.axis, group_sizes)
-    else:
-        of_x = torch.ops.fewbit.ragged(g, saved, ctx.form, 3 - ctx.axis, group_sizes, ctx.backend)
-    return of_x, [None] * len(saved), None, None, None, None
+class _RaggedGradient(Operation):
+    """Its last tensors are the sizes of the groups and the `x` of the product."""
+
+    name = "ragged_gradient"
+
+    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
+        raise no_second_gradient()
 
 
-torch.library.register_autograd("fewbit::ragged", _backward, setup_context=_setup, lib=handover.LIBRARY)
+_Ragged.register_gradient()
 
 
 def _chosen(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, backend: str) -> str:
