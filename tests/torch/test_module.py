@@ -60,6 +60,23 @@ def test_the_plan_lists_every_parameter_and_why() -> None:
     assert not any(isinstance(p, fbt.QTensor) for p in net.parameters())
 
 
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.ConvTranspose2d(32, 8, 3), torch.randn(1, 32, 4, 4)),
+        (nn.EmbeddingBag(16, 64), torch.tensor([[1, 2]])),
+        (nn.Embedding(16, 64, max_norm=1.0), torch.tensor([1, 2])),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_module_computes_by_other_functions_stays_float(module, x) -> None:
+    net = nn.ModuleList([module, nn.Linear(64, 8)])
+    plan = fbt.quantize_(net, "int8")
+    assert "which does not support QTensors" in plan["0.weight"].reason
+    assert isinstance(net[1].weight, fbt.QTensor)
+    net[0](x)
+
+
 @pytest.mark.finding(15)
 def test_the_module_is_quantized_in_place_and_goes_through_files(tmp_path) -> None:
     net = Net()

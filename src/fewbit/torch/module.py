@@ -141,8 +141,8 @@ def _roles(module: nn.Module) -> tuple[dict[str, TensorRole], dict[str, str]]:
                 continue
             name = names[id(parameter)]
             role = role_in_module(owner, own_name, tuple(parameter.shape))
-            if isinstance(owner, nn.MultiheadAttention | NonDynamicallyQuantizableLinear) and own_name != "bias":
-                refused[name] = "a parameter of nn.MultiheadAttention, which does not support QTensors"
+            if own_name != "bias" and (kind := _without_qtensors(owner)):
+                refused[name] = f"a parameter of {kind}, which does not support QTensors"
             elif role is not None:
                 found.setdefault(name, dataclasses.replace(role, source=type(owner).__name__))
     final = refined(
@@ -157,6 +157,17 @@ def _roles(module: nn.Module) -> tuple[dict[str, TensorRole], dict[str, str]]:
         else:
             roles[name] = TensorRole(role, source="its name")
     return roles, refused
+
+
+def _without_qtensors(module: nn.Module) -> str | None:
+    """The kind of a module that multiplies by other functions than those of a QTensor; None for others."""
+    if isinstance(module, nn.MultiheadAttention | NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention"
+    if isinstance(module, nn.EmbeddingBag | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return f"nn.{type(module).__name__}"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "an nn.Embedding with max_norm"
+    return None
 
 
 def _check(planned: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
