@@ -48,6 +48,7 @@ SUITES = (
         "the candidates of a search against brute force, up to the largest scales",
         {"array/scales": "limits", "array/scales/search": "candidates"},
     ),
+    Suite("array/test_layout.py", "slices of arrays against those of the dense array", {"array": "indexing"}),
     Suite("training/test_fake_quant.py", "gradients inside and outside the range", {"array": "covered straight_through"}),
     Suite("ops/interpret/test_transparent.py", "slices and look-ups of arrays, leaf by leaf", {"array": "leaves"}),
     # Kernels.

@@ -184,7 +184,7 @@ def test_what_it_refuses() -> None:
         fbt.matmul(torch.ones(2, 64), q.T, backend="triton")
     with pytest.raises(fb.UnsupportedError, match=r"products accumulate in float32; pass x\.float"):
         torch.nn.functional.linear(torch.ones(2, 64).double(), q)
-    with pytest.raises(fb.QuantError, match="for a stack of matrices use ragged_dot"):
+    with pytest.raises(fb.QuantError, match="a stack of matrices takes"):
         fbt.matmul(torch.ones(2, 64), weight("mxfp4", 3, 64, 12))
 
 
@@ -196,3 +196,18 @@ def test_blocks() -> None:
     assert stages_for(blocks, 200_000, Gpu(132, 100_000)) == 1
     with pytest.raises(fb.QuantError, match="blocks must ascend"):
         dataclasses.replace(plain, dot=(DotConfig(16, 16, 64, 128, 4, 3),))
+
+
+@pytest.mark.parametrize("backend", [None, "jax", "torch"])
+def test_batches_of_matrices(backend) -> None:
+    torch.manual_seed(0)
+    q, x = fbt.quantize(torch.randn(3, 8, 64), "nvfp4"), torch.randn(3, 5, 64)
+    known = torch.bmm(x, q.dequantize().mT)
+    torch.testing.assert_close(fbt.matmul(x, q.mT, backend=backend), known, rtol=1e-4, atol=1e-5)
+    for found in (x @ q.mT, torch.bmm(x, q.mT), (q @ x.mT).mT):
+        torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-5)
+    for wrong in (torch.randn(2, 5, 64), torch.randn(3, 5, 32)):
+        with pytest.raises(fb.QuantError, match="a product of batches multiplies"):
+            torch.bmm(wrong, q.mT)
+    with pytest.raises(fb.QuantError, match="bmm multiplies batches of matrices"):
+        torch.bmm(x[0], q.mT)

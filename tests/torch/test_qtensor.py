@@ -123,11 +123,10 @@ def test_copies_never_write_into_memory_of_jax() -> None:
     [
         (lambda q: q + 1, fb.UnsupportedError, r"add cannot take a QTensor:\n.*aten.add.Tensor; call q.dequantize\(\)"),
         (lambda q: torch.nn.functional.softmax(q, -1), fb.UnsupportedError, "_softmax cannot take"),
-        (lambda q: q[0], fb.UnsupportedError, "select cannot take"),
         (lambda q: q.reshape(-1), fb.UnsupportedError, "view cannot take"),
-        (lambda q: torch.einsum("bk,nk->bn", torch.ones(2, 64), q), fb.UnsupportedError, "unsqueeze cannot take"),
+        (lambda q: torch.einsum("bk,nk->bn", torch.ones(2, 64), q), fb.UnsupportedError, r"einsum cannot take a QTensor:\n.*x @ q.T"),
         (lambda q: q.zero_(), fb.UnsupportedError, "zero_ cannot take"),
-        (lambda q: torch.bmm(torch.ones(3, 2, 64), q), fb.UnsupportedError, "bmm cannot take"),
+        (lambda q: torch.bmm(torch.ones(3, 2, 64), q), fb.QuantError, "bmm multiplies batches of matrices"),
         (lambda q: q.numpy(), RuntimeError, "not supported for tensor subclasses"),
         (lambda q: q.to(torch.int8), fb.QuantError, "a QTensor has a floating dtype"),
         (lambda q: nn.Parameter(q), fb.QuantError, r"no gradient: use nn.Parameter\(q, requires_grad=False\)"),
@@ -163,3 +162,44 @@ def test_a_bfloat16_scale_comes_over() -> None:
     t = fbt.from_qarray(known)
     assert t.dtype == torch.bfloat16 and t.scale.dtype == torch.bfloat16
     assert np.array_equal(t.dequantize().float().numpy(), np.asarray(fb.dequantize(known), np.float32))
+
+
+INDEXED = {
+    "integer": lambda t: t[1],
+    "integer of a tensor": lambda t: t[torch.tensor(2)],
+    "rows": lambda t: t[-1, :8],
+    "every other row": lambda t: t[:, 4:12:2],
+    "columns": lambda t: t[..., :32],
+    "new axis": lambda t: t[:, None],
+    "transposed": lambda t: t.mT[1, :, :8],
+    "narrow": lambda t: t.narrow(1, 8, 8),
+    "chunk": lambda t: t.chunk(2, dim=1)[1],
+    "split": lambda t: t.split([8, 24], dim=1)[1],
+    "equal parts": lambda t: t.split(10, dim=1)[3],
+    "tensor_split": lambda t: t.tensor_split(4, dim=1)[2],
+    "unbind": lambda t: t.unbind(0)[2],
+    "iteration": lambda t: list(t)[1],
+    "unsqueeze": lambda t: t.unsqueeze(-2),
+}
+
+
+@pytest.mark.parametrize("index", INDEXED)
+def test_indices_are_views_of_the_same_bytes(index: str) -> None:
+    w = torch.tensor(np.random.default_rng(0).normal(size=(3, 32, 64)).astype(np.float32))
+    for scheme in ("nf4", "int3_g32", "uint4_g32", "nvfp4", "nf4_dq"):
+        q = fbt.quantize(w, scheme)
+        part = INDEXED[index](q)
+        assert torch.equal(part.dequantize(), INDEXED[index](q.dequantize()))
+        assert fbt.to_qarray(part).shape == tuple(part.shape)
+        assert part.codes.untyped_storage().data_ptr() == q.codes.untyped_storage().data_ptr()
+
+
+def test_indices_that_are_refused(q: "fbt.QTensor") -> None:
+    with pytest.raises(fb.QuantError, match="cuts tiles of 16"):
+        q[:, 8:]
+    with pytest.raises(fb.QuantError, match="would cut bytes"):
+        q[0, 3]
+    with pytest.raises(IndexError, match="index 12 is out of bounds"):
+        q[12]
+    with pytest.raises(fb.UnsupportedError, match=r"an index array cannot take a QTensor:\n.*F.embedding looks up rows"):
+        q[torch.tensor([1, 2])]

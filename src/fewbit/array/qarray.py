@@ -16,8 +16,9 @@ from jax.typing import DTypeLike
 from .._registry import Registry
 from .._tiles import Tile, from_front, tile_counts
 from ..errors import QuantError
-from .layout import Axis, reshaped, sliced
-from .packing import code_capacity, codes_per_unit, packed_length
+from .indexing import axes_of, indexed, packed_axis
+from .layout import Axis, reshaped
+from .packing import code_capacity, packed_length
 from .scheme import Scheme
 
 PRODUCTS: Registry = Registry("product")
@@ -191,7 +192,7 @@ class QArray:
                 f"cannot reshape {self.shape} into {given}: without elements the tiles of the new axes are undefined"
             )
         axes = reshaped(self._axes, wanted)
-        scheme = self.scheme.with_tiles(tuple(a.tile for a in axes), _packed_axis(axes))
+        scheme = self.scheme.with_tiles(tuple(a.tile for a in axes), packed_axis(axes))
         return _from_reshaped_leaves(self, tuple(wanted), scheme)
 
     def astype(self, dtype: DTypeLike) -> "QArray":
@@ -217,30 +218,14 @@ class QArray:
         Raises:
             QuantError: when a tile or a byte would be cut, or for an index array (use `fb.take`).
         """
-        steps = _expanded_index(index, self.ndim)
-        codes_index, scale_index, kept = [], [], []
-        axes = iter(zip(self._axes, self.scale.shape, strict=True))
-        for step in steps:
-            if step is None:
-                codes_index.append(None)
-                scale_index.append(None)
-                kept.append(Axis(1, 1))
-                continue
-            axis, count = next(axes)
-            on_codes, on_scale, new_axis = _indexed(axis, count, step, self.scheme.format.bits)
-            codes_index.append(on_codes)
-            scale_index.append(on_scale)
-            if new_axis is not None:
-                kept.append(new_axis)
-        if not kept:
-            raise QuantError("an integer for every axis gives a scalar; a QArray has at least one axis")
-        packed = _packed_axis(kept)
-        scheme = self.scheme.with_tiles(tuple(a.tile for a in kept), packed)
-        codes = self.codes[tuple(codes_index)]
-        slack = code_capacity(codes.shape[packed], self.scheme.format.bits) - kept[packed].length
+        found = indexed(self._axes, self.scale.shape, self.scheme.format.bits, index)
+        packed = packed_axis(found.axes)
+        scheme = self.scheme.with_tiles(tuple(a.tile for a in found.axes), packed)
+        codes = self.codes[found.codes]
+        slack = code_capacity(codes.shape[packed], self.scheme.format.bits) - found.axes[packed].length
 
         def on_tiles(leaf: Any) -> Any:
-            return leaf[_leaf_index(scale_index, leaf.shape, self.scale.shape)]
+            return leaf[found.of_leaf(leaf.shape, self.scale.shape)]
 
         zero, tensor = jax.tree.map(on_tiles, (self.zero_point, self.tensor_scale))
         return QArray(codes, on_tiles(self.scale), zero, tensor, scheme, self.dtype, slack, self.policy)
@@ -248,12 +233,7 @@ class QArray:
     @property
     def _axes(self) -> list[Axis]:
         """The axes for the shape arithmetic of `layout`."""
-        packed = self.scheme.pack_axis + self.ndim
-        unit = codes_per_unit(self.scheme.format.bits, self.scheme.packing)
-        return [
-            Axis(n, tile, unit if i == packed else 1, i == packed and unit > 1)
-            for i, (n, tile) in enumerate(zip(self.shape, self.tiles, strict=True))
-        ]
+        return axes_of(self.scheme, self.shape, self.tiles)
 
     def _moved(self, move: Callable[[Any], Any], scheme: Scheme) -> "QArray":
         """Applies `move` to every leaf; `scheme` describes the result."""
@@ -362,77 +342,3 @@ def _unwrapped(numbers: tuple[Any, ...]) -> Sequence[Any]:
     if len(numbers) == 1 and isinstance(numbers[0], Sequence):
         return numbers[0]
     return numbers
-
-
-def _packed_axis(axes: list[Axis]) -> int:
-    """The axis whose codes share bytes. The last when each code has its own byte."""
-    return next((i - len(axes) for i, axis in enumerate(axes) if axis.is_packed), -1)
-
-
-def _expanded_index(index: object, ndim: int) -> list[Any]:
-    """The index as a list of integers, slices and Nones, `...` expanded."""
-    if not isinstance(index, tuple):
-        index = (index,)
-    steps: list[Any] = list(index)
-    for step in steps:
-        if not (step is None or step is ... or isinstance(step, int | np.integer | slice)) or isinstance(step, bool):
-            raise QuantError(
-                f"a QArray is indexed with integers, slices, ... and None, not {type(step).__name__}; "
-                "fb.take(q, indices, axis) gathers rows"
-            )
-    missing = ndim - sum(step is not None and step is not ... for step in steps)
-    if missing < 0:
-        raise QuantError(f"too many indices: {len(steps)} for an array of {ndim} axes")
-    if ... not in steps:
-        steps.append(...)
-    place = steps.index(...)
-    if ... in steps[place + 1 :]:
-        raise QuantError("an index has at most one ...")
-    return [*steps[:place], *([slice(None)] * missing), *steps[place + 1 :]]
-
-
-def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any, Any, Axis | None]:
-    """One axis's index for the codes and for the scales. With the resulting axis, which is None if it is dropped."""
-    tile = axis.tile_length
-    if not isinstance(step, slice):
-        at = int(step)
-        if not -axis.length <= at < axis.length:
-            raise IndexError(f"index {at} is out of bounds for an axis of {axis.length}")
-        if axis.is_packed:
-            raise QuantError(f"the integer {at} on the packed axis would cut bytes; fb.take(q, {at}, axis) decodes it")
-        at %= axis.length
-        return at, min(at // tile, count - 1), None
-    start, stop, stride = step.indices(axis.length)
-    if (start, stop, stride) == (0, axis.length, 1):
-        return slice(None), slice(None), axis
-    length = len(range(start, stop, stride))
-    if not length:
-        raise QuantError(f"the slice {start}:{stop}:{stride} of an axis of {axis.length} is empty")
-    one_scale = dataclasses.replace(axis, tile=1)  # any part of a tile keeps its scale
-    sliced(one_scale if count == 1 else axis, slice(start, stop, stride))
-    strided = slice(start, stop if stop >= 0 else None, stride)
-    on_scale = slice(start // tile, -(-stop // tile))
-    if count == 1:
-        on_scale = slice(None)
-    elif tile == 1:
-        on_scale = strided
-    new_axis = dataclasses.replace(axis, length=length)
-    if not axis.is_packed:
-        return strided, on_scale, new_axis
-    return slice(start * bits // 8, None if stop == axis.length else stop * bits // 8), on_scale, new_axis
-
-
-def _leaf_index(index: list[Any], leaf_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """The scale's index, adapted to the shape of a leaf.
-
-    The leaf may have one element along an axis where the scale has more.
-    """
-    lengths = iter(zip(leaf_shape, scale_shape, strict=True))
-    steps: list[Any] = []
-    for step in index:
-        if step is not None:
-            length, scale_length = next(lengths)
-            if length != scale_length:
-                step = slice(None) if isinstance(step, slice) else 0
-        steps.append(step)
-    return tuple(steps)

@@ -35,8 +35,8 @@ def matmul(x: torch.Tensor | QTensor, q: torch.Tensor | QTensor, *, backend: Bac
     `torch.nn.Linear`, use `matmul(x, q.T)`, which copies nothing. It is differentiable in `x`, by the same kernels.
 
     Args:
-        x: floating `[..., K]`; or a QTensor `[M, K]`.
-        q: `[K, N]`, quantized; or floating `[K, N]` or `[K]` if `x` is a QTensor.
+        x: floating `[..., K]`; or a QTensor `[M, K]`; of batches `[G, M, K]`.
+        q: `[K, N]`, quantized; or floating `[K, N]` or `[K]` if `x` is a QTensor; of batches `[G, K, N]`.
         backend: "jax" for fewbit's kernels in JAX; "triton" for Triton's on CUDA; "torch" for torch's matmul of the decoded
             matrix, also in float64. None chooses: "jax" on a CPU; on CUDA "triton" if it supports the operands, and "torch"
             for so many rows that it is faster (see `explain_matmul`).
@@ -56,6 +56,10 @@ def matmul(x: torch.Tensor | QTensor, q: torch.Tensor | QTensor, *, backend: Bac
     """
     if not isinstance(q, QTensor):
         return _from_left(x, q, backend)
+    if q.ndim == 3 and x.ndim == 3 and not isinstance(x, QTensor):
+        from .ragged import batched  # it needs this module
+
+        return batched(x, q, backend)
     _check_operands(x, q)
     if isinstance(x, QTensor):
         return _codes_product(x, q, backend)
@@ -277,6 +281,12 @@ def _mm(input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:  # noqa: A002
     return matmul(input, mat2)
 
 
+def _bmm(input: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    if (input.ndim, mat2.ndim) != (3, 3):
+        raise QuantError(f"bmm multiplies batches of matrices; got shapes {tuple(input.shape)} and {tuple(mat2.shape)}")
+    return matmul(input, mat2)
+
+
 def _mv(input: torch.Tensor, vec: torch.Tensor) -> torch.Tensor:  # noqa: A002
     return _mm(input, vec)
 
@@ -307,6 +317,8 @@ FUNCTIONS |= {
     torch.Tensor.__rmatmul__: lambda q, x: matmul(x, q),
     torch.mm: _mm,
     torch.Tensor.mm: _mm,
+    torch.bmm: _bmm,
+    torch.Tensor.bmm: _bmm,
     torch.mv: _mv,
     torch.Tensor.mv: _mv,
     torch.addmm: _addmm,
@@ -316,6 +328,8 @@ FUNCTIONS |= {
 
 def _from_left(q: torch.Tensor, w: torch.Tensor, backend: Backend | None) -> torch.Tensor:
     """`q @ w` of a quantized matrix and a plain tensor: `(w.mT @ q.T).mT`."""
+    if isinstance(q, QTensor) and q.ndim == 3 and w.ndim == 3:
+        return matmul(w.mT, q.mT, backend=backend).mT
     if not isinstance(q, QTensor) or q.ndim != 2 or w.ndim < 1:
         raise QuantError(f"matmul multiplies [M, K] with [..., K, N]; got shapes {tuple(q.shape)} and {tuple(w.shape)}")
     if w.ndim == 1:
@@ -508,7 +522,7 @@ def _check_operands(x: torch.Tensor | QTensor, q: QTensor, axis: int = 0) -> Non
     if not isinstance(q, QTensor) or q.ndim != 2 or x.ndim < 1 or (isinstance(x, QTensor) and x.ndim != 2):
         shapes = f"{tuple(x.shape)} and {tuple(q.shape)}"
         if q.ndim == 3:
-            shapes += "; for a stack of matrices use ragged_dot"
+            shapes += "; a stack of matrices takes [G, M, K], or rows in groups by ragged_dot"
         raise QuantError(f"matmul multiplies [..., K] with [K, N]; got shapes {shapes}")
     if x.shape[-1] != q.shape[axis]:
         side = ("rows", "columns")[axis]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from .._tiles import Tile, tile_counts
+from ..array.indexing import axes_of, indexed, packed_axis
 from ..array.packing import code_capacity, packed_length
 from ..array.qarray import QArray
 from ..array.scheme import Scheme
@@ -129,9 +131,9 @@ class QTensor(torch.Tensor):
     """A quantized tensor: packed codes, a scale for each tile (block), and their Scheme.
 
     It has the shape and dtype of the dequantized tensor. Matmuls (`@`, `torch.matmul`, `mm`, `mv`, `addmm`, `F.linear`),
-    convolutions, `F.embedding`, transposes, `.to`, `.detach`, `.clone` and `.copy_` work on it; it can be a parameter or a
-    buffer, and supports `state_dict`, `torch.save`, `copy.deepcopy` and `torch.compile`. Every other operation raises
-    UnsupportedError with its name; `q.dequantize()` returns a plain tensor. It has no gradient.
+    convolutions, `F.embedding`, transposes, slices of whole tiles, `.to`, `.detach`, `.clone` and `.copy_` work on it; it
+    can be a parameter or a buffer, and supports `state_dict`, `torch.save`, `copy.deepcopy` and `torch.compile`. Every other
+    operation raises UnsupportedError with its name; `q.dequantize()` returns a plain tensor. It has no gradient.
 
     Args:
         codes: uint8, shaped like the tensor except that the packed axis (`scheme.pack_axis`) is counted in bytes.
@@ -496,15 +498,17 @@ def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
 
 @functools.lru_cache(maxsize=4096)
 def _moved(form: Form, scales: tuple[int, ...], order: tuple[int, ...], of_scale: Form | None) -> Form:
-    """The form after a permutation of the axes.
-
-    Where the scale shape contradicts a tile, as in stacks, it determines the tile.
-    """
-    named, ndim = form.scheme.tiles(len(form.shape)), len(form.shape)
-    real = [_tile(*axis) for axis in zip(named, tile_counts(form.shape, named), scales, form.shape, strict=True)]
+    """The form after a permutation of the axes."""
+    real, ndim = _tiles(form, scales), len(form.shape)
     scheme = form.scheme.with_tiles(tuple(real[a] for a in order), order.index(form.scheme.pack_axis + ndim) - ndim)
     shape = tuple(form.shape[a] for a in order)
     return Form.of(scheme, shape, form.dtype, form.parts, of_scale, form.policy)
+
+
+def _tiles(form: Form, scales: tuple[int, ...]) -> list[Tile]:
+    """The tile of each axis. Where the scale shape contradicts it, as in stacks, that determines the tile."""
+    named = form.scheme.tiles(len(form.shape))
+    return [_tile(*axis) for axis in zip(named, tile_counts(form.shape, named), scales, form.shape, strict=True)]
 
 
 def _tile(named: Tile, expected: int, count: int, length: int) -> Tile:
@@ -524,6 +528,45 @@ def in_memory_order(q: QTensor) -> tuple[QTensor, tuple[int, ...]]:
     strides = q.codes.stride()
     order = sorted(range(q.ndim), key=lambda a: -strides[a])
     return permuted(q, order), tuple(order.index(a) for a in range(q.ndim))
+
+
+def _elements(q: QTensor, index: object) -> QTensor:
+    """The elements at integers, slices, `...` and None, which keep tiles and bytes whole: views of the same bytes."""
+    steps: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    steps = [int(step) if _is_integer(step) else step for step in steps]
+    if any(isinstance(step, list | torch.Tensor) for step in steps):
+        reason = "it has integers, slices, ... and None; F.embedding looks up rows, and q.dequantize() is a plain tensor"
+        raise UnsupportedError("an index array cannot take a QTensor", {"QTensor": reason})
+    form, scale_shape = q.form, tuple(q.scale.shape)
+    tiles = _tiles(form, scale_shape)
+    found = indexed(axes_of(form.scheme, form.shape, tiles), scale_shape, form.scheme.format.bits, tuple(steps))
+    scheme = form.scheme.with_tiles(tuple(a.tile for a in found.axes), packed_axis(found.axes))
+
+    def on_tiles(leaf: torch.Tensor) -> Any:
+        return leaf[found.of_leaf(leaf.shape, scale_shape)]
+
+    parts = _mapped_parts(q, on_tiles, on_tiles) | {"codes": q.codes[found.codes]}
+    shape = [axis.length for axis in found.axes]
+    of_scale = scale_form(parts["scale"])
+    return QTensor._unchecked(parts, Form.of(scheme, shape, form.dtype, form.parts, of_scale, form.policy))
+
+
+def _is_integer(step: object) -> bool:
+    return isinstance(step, torch.Tensor) and step.ndim == 0 and not step.is_floating_point() and step.dtype != torch.bool
+
+
+def _along(q: QTensor, dim: int, step: int | slice | None) -> QTensor:
+    """One index along an axis."""
+    return _elements(q, (*[slice(None)] * (dim % (q.ndim + (step is None))), step))
+
+
+def _split(q: QTensor, sizes: Sequence[int], dim: int = 0) -> list[QTensor]:
+    ends = list(itertools.accumulate(sizes))
+    return [_along(q, dim, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _split_equally(q: QTensor, size: int, dim: int = 0) -> list[QTensor]:
+    return [_along(q, dim, slice(begin, begin + size)) for begin in range(0, q.shape[dim], size)]
 
 
 # Their parameters have torch's names, by which they can be passed.
@@ -587,6 +630,11 @@ def _detached(q: QTensor) -> QTensor:
     return _mapped(q, lambda leaf: leaf.detach())
 
 
+def _einsum(*_: object) -> QTensor:
+    reason = "multiply matrices by x @ q.T, and batches of them by torch.bmm"
+    raise UnsupportedError("einsum cannot take a QTensor", {"QTensor": reason})
+
+
 def _getter(name: str) -> Callable[..., Any]:
     """The function by which `__torch_function__` knows a property."""
     return getattr(torch.Tensor, name).__get__
@@ -596,6 +644,8 @@ def _getter(name: str) -> Callable[..., Any]:
 # transpose is a QTensor no more.
 FUNCTIONS |= {
     torch.Tensor.detach: _detached,
+    torch.einsum: _einsum,
+    torch.Tensor.__getitem__: _elements,
     _getter("T"): lambda q: permuted(q, range(q.ndim)[::-1]),
     _getter("mT"): lambda q: _transpose(q, -2, -1),
     torch.Tensor.t: _t,
@@ -616,6 +666,12 @@ _DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten.t.default: _t,
     _aten.transpose.int: _transpose,
     _aten.permute.default: permuted,
+    _aten.slice.Tensor: lambda q, dim=0, start=None, end=None, step=1: _along(q, dim, slice(start, end, step)),
+    _aten.select.int: _along,
+    _aten.unsqueeze.default: lambda q, dim: _along(q, dim, None),
+    _aten.split.Tensor: _split_equally,
+    _aten.split_with_sizes.default: _split,
+    _aten.unbind.int: lambda q, dim=0: [_along(q, dim, i) for i in range(q.shape[dim])],
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
 }

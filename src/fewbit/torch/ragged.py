@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import torch
@@ -13,10 +14,10 @@ from ..kernels.qmatmul.gpu.weight import Matrix
 from ..ops.ragged import ragged_dot as jax_ragged_dot
 from . import dlpack as handover
 from . import triton
-from .matmul import PRECISIONS, config_of, gpu_of, or_unread, padded_count, table_of
+from .matmul import PRECISIONS, autocast, config_of, gpu_of, or_unread, padded_count, table_of
 from .operation import Operation, Tensors, applied, no_second_gradient
 from .qtensor import QTensor, form_of, in_memory_order, permuted
-from .quantize import Backend
+from .quantize import Backend, dequantize
 
 
 def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
@@ -51,6 +52,29 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
     if places[0] != 0:
         raise QuantError(f"the {q.shape[0]} matrices of q are not contiguous in memory; quantize them as [G, K, N]")
     return applied(_Ragged((stored.form.text, places[1], backend or "")), x, (*stored.leaves, group_sizes))
+
+
+def batched(x: torch.Tensor, q: QTensor, backend: Literal["triton", "jax", "torch"] | None = None) -> torch.Tensor:
+    """The product of each matrix of `x` with its own quantized one, as groups of equally many rows.
+
+    Args:
+        x: floating `[G, M, K]`.
+        q: `[G, K, N]`.
+        backend: as for `matmul`.
+
+    Returns:
+        `[G, M, N]`, of the dtype of `x`.
+    """
+    groups, rows, depth = x.shape
+    if (groups, depth) != tuple(q.shape[:2]):
+        raise QuantError(
+            f"a product of batches multiplies [G, M, K] with [G, K, N]; got {tuple(x.shape)} and {tuple(q.shape)}"
+        )
+    x = autocast(x)
+    if backend == "torch":
+        return x @ dequantize(q, x.dtype)
+    sizes = torch.full((groups,), rows, dtype=torch.int32, device=x.device)
+    return ragged_dot(x.reshape(-1, depth), q, sizes, backend=backend).reshape(groups, rows, q.shape[2])
 
 
 def _ragged(x: torch.Tensor, tensors: Sequence[torch.Tensor], form: str, axis: int, backend: str) -> torch.Tensor:
