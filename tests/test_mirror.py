@@ -131,6 +131,7 @@ SUITES = (
     Suite("frameworks/test_linen.py", "modules of Linen; Flax is imported when they are used", {"frameworks": "_flax"}),
     Suite("frameworks/test_maxtext.py", "the objects that MaxText's layers call", {"frameworks": "maxtext_quant"}),
     Suite("torch/test_module.py", "quantized modules of torch, and their files", {"torch": "checkpoint convolution"}),
+    Suite("torch/test_qtensor.py", "indices of QTensors", {"torch": "indexing"}),
     Suite("torch/test_quantize.py", "tensors of torch through JAX and Triton", {"torch": "dlpack metrics triton"}),
     Suite("torch/test_matmul.py", "products of QTensors, and of groups of rows", {"torch": "ragged"}),
     # Files.

@@ -211,3 +211,31 @@ def test_batches_of_matrices(backend) -> None:
             torch.bmm(wrong, q.mT)
     with pytest.raises(fb.QuantError, match="bmm multiplies batches of matrices"):
         torch.bmm(x[0], q.mT)
+
+
+def test_grouped_mm_of_torch() -> None:
+    torch.manual_seed(0)
+    q, x, ends = fbt.quantize(torch.randn(3, 8, 64), "nvfp4"), torch.randn(7, 64), torch.tensor([2, 2, 6], dtype=torch.int32)
+    y = torch.nn.functional.grouped_mm(x, q.mT, offs=ends)
+    known = [rows @ w.T for rows, w in zip(x.tensor_split(ends.long()), [*q.dequantize(), torch.zeros(8, 64)], strict=True)]
+    torch.testing.assert_close(y, torch.cat(known), rtol=1e-4, atol=1e-5)
+    with pytest.raises(fb.UnsupportedError, match="without a bias"):
+        torch.nn.functional.grouped_mm(x, q.mT, offs=ends, bias=torch.zeros(3, 8))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Dynamo does not know how to trace"
+)  # jaxtyping's checks, which the tests have and users do not
+def test_views_of_a_qtensor_cross_breaks_of_a_compiled_graph() -> None:
+    q, x = fbt.quantize(torch.randn(8, 64), "int8"), torch.randn(3, 64)
+
+    def model(x, q):
+        transposed, rows = q.T, q[:4]
+        torch._dynamo.graph_break()
+        return x @ transposed, x @ rows.mT, q.t(), q[1]
+
+    y, of_rows, turned, row = torch.compile(model, backend="aot_eager")(x, q)
+    torch.testing.assert_close(y, x @ q.T)
+    torch.testing.assert_close(of_rows, x @ q[:4].T)
+    assert torch.equal(turned.dequantize(), q.dequantize().T)
+    assert torch.equal(row.dequantize(), q.dequantize()[1])

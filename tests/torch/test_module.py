@@ -154,3 +154,24 @@ def test_convolutions_follow_autocast() -> None:
     q = fbt.quantize(torch.randn(2, 4, 3), "int8", dim=(2, 1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert nn.functional.conv1d(torch.randn(1, 4, 9), q).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+def test_a_mixture_of_transformers_runs_with_quantized_experts(experts: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 128, "num_local_experts": 4}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    ).eval()
+    plan = fbt.quantize_(model, "nf4")
+    assert plan["model.layers.0.mlp.experts.down_proj"].kind == "nf4"
+    model.set_experts_implementation(experts)
+    tokens = torch.randint(0, 128, (2, 7))
+    with torch.no_grad():
+        found = model(tokens).logits
+        for owner in model.modules():
+            for name, parameter in owner._parameters.items():
+                if isinstance(parameter, fbt.QTensor):
+                    setattr(owner, name, nn.Parameter(parameter.dequantize(), requires_grad=False))
+        torch.testing.assert_close(found, model(tokens).logits, rtol=1e-4, atol=1e-5)

@@ -201,5 +201,20 @@ def test_indices_that_are_refused(q: "fbt.QTensor") -> None:
         q[0, 3]
     with pytest.raises(IndexError, match="index 12 is out of bounds"):
         q[12]
-    with pytest.raises(fb.UnsupportedError, match=r"an index array cannot take a QTensor:\n.*F.embedding looks up rows"):
-        q[torch.tensor([1, 2])]
+    with pytest.raises(
+        fb.UnsupportedError, match=r"an index with arrays cannot take a QTensor:\n.*array of integers along axis 0"
+    ):
+        q[:, torch.tensor([1, 2])]
+    with pytest.raises(fb.QuantError, match=r"along axis 0 of .* would cut tiles or bytes"):
+        q.T[torch.tensor([1, 2])]
+
+
+def test_an_index_array_along_the_first_axis_copies() -> None:
+    w = torch.tensor(np.random.default_rng(0).normal(size=(3, 32, 64)).astype(np.float32))
+    index = torch.tensor([2, 0, 2, -1])
+    for scheme in ("nf4", "int8", "nvfp4", "nf4_dq"):
+        for q in (fbt.quantize(w, scheme), fbt.quantize(w, scheme, dim=(0, 2)) if scheme == "int8" else None):
+            if q is not None:
+                part = q[index]
+                assert torch.equal(part.dequantize(), q.dequantize()[index])
+                assert torch.equal(part[1:].dequantize(), q.dequantize()[index[1:]])

@@ -6,6 +6,7 @@ imports torch.
 """
 
 from . import convolution as convolution
+from . import indexing as indexing
 from .checkpoint import load as load
 from .compat_qwantize import dequantize_blocks as dequantize_blocks
 from .compat_qwantize import quantize_blocks as quantize_blocks

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 
 from .._tiles import Tile, tile_counts
-from ..array.indexing import axes_of, indexed, packed_axis
 from ..array.packing import code_capacity, packed_length
 from ..array.qarray import QArray
 from ..array.scheme import Scheme
@@ -228,6 +226,8 @@ class QTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         shape = ", ".join(map(str, self.shape))
         place = "" if self.device.type == "cpu" else f", {self.device}"
+        if not isinstance(self.nbytes, int):  # a compiler's symbol
+            return f"QTensor({self.scheme.name}, {_name(self.dtype)}[{shape}]{place})"
         return (
             f"QTensor({self.scheme.name}, {_name(self.dtype)}[{shape}], {self.nbytes:,} bytes, "
             f"{self.bits_per_weight:.3f} bits/weight{place})"
@@ -300,13 +300,13 @@ class QTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
-        if func not in _DISPATCHED:
+        if func not in DISPATCHED:
             # Under inference_mode composite operators are not decomposed before the dispatch.
             if (parts := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
                 return parts
             reason = f"it has no {func}; call q.dequantize() for a plain tensor"
             raise UnsupportedError(f"{func.overloadpacket.__name__} cannot take a QTensor", {"QTensor": reason})
-        return _DISPATCHED[func](*args, **(kwargs or {}))
+        return DISPATCHED[func](*args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Plain tensors and JSON, which `torch.load(weights_only=True)` accepts."""
@@ -438,7 +438,7 @@ def from_qarray(q: QArray, device: torch.device | str = "cpu") -> QTensor:
 
 
 def _with_leaves(q: QArray, change: Callable[[Any], torch.Tensor]) -> QTensor:
-    parts, policy = _mapped_parts(q, change, lambda scale: _with_leaves(scale, change)), q.policy
+    parts, policy = mapped_parts(q, change, lambda scale: _with_leaves(scale, change)), q.policy
     if policy is not None and not isinstance(policy, Policy):
         raise QuantError(f"the QArray has a policy of type {type(policy).__name__}; a QTensor takes those of fb.Policy")
     present = [name for name, part in parts.items() if part is not None]
@@ -446,7 +446,7 @@ def _with_leaves(q: QArray, change: Callable[[Any], torch.Tensor]) -> QTensor:
     return QTensor._unchecked(parts, form)
 
 
-def _mapped_parts(
+def mapped_parts(
     q: QTensor | QArray, on_leaf: Callable[[Any], torch.Tensor], on_scale: Callable[[Any], QTensor]
 ) -> dict[str, Any]:
     """The parts of a QTensor or QArray, with functions applied.
@@ -468,7 +468,7 @@ def _mapped_parts(
 
 def _mapped(q: QTensor, change: Callable[[torch.Tensor], torch.Tensor], form: Form | None = None) -> QTensor:
     """The QTensor of changed leaves."""
-    return QTensor._unchecked(_mapped_parts(q, change, lambda scale: _mapped(scale, change)), form or q.form)
+    return QTensor._unchecked(mapped_parts(q, change, lambda scale: _mapped(scale, change)), form or q.form)
 
 
 def _retyped(q: QTensor, dtype: torch.dtype | None) -> Form:
@@ -492,20 +492,20 @@ def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
     order = tuple(a % q.ndim for a in order)
     if order == tuple(range(q.ndim)):
         return q
-    parts = _mapped_parts(q, lambda leaf: leaf.permute(order), lambda scale: permuted(scale, order))
+    parts = mapped_parts(q, lambda leaf: leaf.permute(order), lambda scale: permuted(scale, order))
     return QTensor._unchecked(parts, _moved(q.form, tuple(q.scale.shape), order, scale_form(parts["scale"])))
 
 
 @functools.lru_cache(maxsize=4096)
 def _moved(form: Form, scales: tuple[int, ...], order: tuple[int, ...], of_scale: Form | None) -> Form:
     """The form after a permutation of the axes."""
-    real, ndim = _tiles(form, scales), len(form.shape)
+    real, ndim = tiles_of(form, scales), len(form.shape)
     scheme = form.scheme.with_tiles(tuple(real[a] for a in order), order.index(form.scheme.pack_axis + ndim) - ndim)
     shape = tuple(form.shape[a] for a in order)
     return Form.of(scheme, shape, form.dtype, form.parts, of_scale, form.policy)
 
 
-def _tiles(form: Form, scales: tuple[int, ...]) -> list[Tile]:
+def tiles_of(form: Form, scales: tuple[int, ...]) -> list[Tile]:
     """The tile of each axis. Where the scale shape contradicts it, as in stacks, that determines the tile."""
     named = form.scheme.tiles(len(form.shape))
     return [_tile(*axis) for axis in zip(named, tile_counts(form.shape, named), scales, form.shape, strict=True)]
@@ -530,65 +530,29 @@ def in_memory_order(q: QTensor) -> tuple[QTensor, tuple[int, ...]]:
     return permuted(q, order), tuple(order.index(a) for a in range(q.ndim))
 
 
-def _elements(q: QTensor, index: object) -> QTensor:
-    """The elements at integers, slices, `...` and None, which keep tiles and bytes whole: views of the same bytes."""
-    steps: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    steps = [int(step) if _is_integer(step) else step for step in steps]
-    if any(isinstance(step, list | torch.Tensor) for step in steps):
-        reason = "it has integers, slices, ... and None; F.embedding looks up rows, and q.dequantize() is a plain tensor"
-        raise UnsupportedError("an index array cannot take a QTensor", {"QTensor": reason})
-    form, scale_shape = q.form, tuple(q.scale.shape)
-    tiles = _tiles(form, scale_shape)
-    found = indexed(axes_of(form.scheme, form.shape, tiles), scale_shape, form.scheme.format.bits, tuple(steps))
-    scheme = form.scheme.with_tiles(tuple(a.tile for a in found.axes), packed_axis(found.axes))
-
-    def on_tiles(leaf: torch.Tensor) -> Any:
-        return leaf[found.of_leaf(leaf.shape, scale_shape)]
-
-    parts = _mapped_parts(q, on_tiles, on_tiles) | {"codes": q.codes[found.codes]}
-    shape = [axis.length for axis in found.axes]
-    of_scale = scale_form(parts["scale"])
-    return QTensor._unchecked(parts, Form.of(scheme, shape, form.dtype, form.parts, of_scale, form.policy))
-
-
-def _is_integer(step: object) -> bool:
-    return isinstance(step, torch.Tensor) and step.ndim == 0 and not step.is_floating_point() and step.dtype != torch.bool
-
-
-def _along(q: QTensor, dim: int, step: int | slice | None) -> QTensor:
-    """One index along an axis."""
-    return _elements(q, (*[slice(None)] * (dim % (q.ndim + (step is None))), step))
-
-
-def _split(q: QTensor, sizes: Sequence[int], dim: int = 0) -> list[QTensor]:
-    ends = list(itertools.accumulate(sizes))
-    return [_along(q, dim, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-
-
-def _split_equally(q: QTensor, size: int, dim: int = 0) -> list[QTensor]:
-    return [_along(q, dim, slice(begin, begin + size)) for begin in range(0, q.shape[dim], size)]
-
-
 # Their parameters have torch's names, by which they can be passed.
 
 
 def _transpose(input: QTensor, dim0: int, dim1: int) -> QTensor:  # noqa: A002
     order = list(range(input.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return permuted(input, order)
+    return _permute(input, order)
 
 
 def _t(input: QTensor) -> QTensor:  # noqa: A002
     if input.ndim > 2:
         raise QuantError(f"t() transposes matrices; got shape {tuple(input.shape)}")
-    return permuted(input, range(input.ndim)[::-1])
+    return _permute(input, range(input.ndim)[::-1])
 
 
 def _permute(input: QTensor, *axes: Any, dims: Sequence[int] = ()) -> QTensor:  # noqa: A002
     """`permute(2, 0, 1)`, `permute((2, 0, 1))` or `permute(dims=...)`."""
     if len(axes) == 1 and not isinstance(axes[0], int):
         (axes,) = axes
-    return permuted(input, axes or dims)
+    if not torch.compiler.is_compiling():
+        return permuted(input, axes or dims)
+    with torch._C.DisableTorchFunctionSubclass():  # an operator in the graph, as in `indexing.py`
+        return _aten.permute.default(input, list(axes or dims))
 
 
 def _to_copy(
@@ -645,8 +609,7 @@ def _getter(name: str) -> Callable[..., Any]:
 FUNCTIONS |= {
     torch.Tensor.detach: _detached,
     torch.einsum: _einsum,
-    torch.Tensor.__getitem__: _elements,
-    _getter("T"): lambda q: permuted(q, range(q.ndim)[::-1]),
+    _getter("T"): lambda q: _permute(q, range(q.ndim)[::-1]),
     _getter("mT"): lambda q: _transpose(q, -2, -1),
     torch.Tensor.t: _t,
     torch.t: _t,
@@ -656,7 +619,7 @@ FUNCTIONS |= {
     torch.permute: _permute,
 }
 
-_DISPATCHED: dict[Any, Callable[..., Any]] = {
+DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _detached,
     _aten.alias.default: lambda q: _mapped(q, lambda leaf: leaf),
     _aten.clone.default: lambda q, memory_format=None: _mapped(q, lambda leaf: leaf.clone()),
@@ -666,12 +629,6 @@ _DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten.t.default: _t,
     _aten.transpose.int: _transpose,
     _aten.permute.default: permuted,
-    _aten.slice.Tensor: lambda q, dim=0, start=None, end=None, step=1: _along(q, dim, slice(start, end, step)),
-    _aten.select.int: _along,
-    _aten.unsqueeze.default: lambda q, dim: _along(q, dim, None),
-    _aten.split.Tensor: _split_equally,
-    _aten.split_with_sizes.default: _split,
-    _aten.unbind.int: lambda q, dim=0: [_along(q, dim, i) for i in range(q.shape[dim])],
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
 }

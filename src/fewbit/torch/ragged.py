@@ -16,7 +16,7 @@ from . import dlpack as handover
 from . import triton
 from .matmul import PRECISIONS, autocast, config_of, gpu_of, or_unread, padded_count, table_of
 from .operation import Operation, Tensors, applied, no_second_gradient
-from .qtensor import QTensor, form_of, in_memory_order, permuted
+from .qtensor import FUNCTIONS, QTensor, form_of, in_memory_order, permuted
 from .quantize import Backend, dequantize
 
 
@@ -75,6 +75,31 @@ def batched(x: torch.Tensor, q: QTensor, backend: Literal["triton", "jax", "torc
         return x @ dequantize(q, x.dtype)
     sizes = torch.full((groups,), rows, dtype=torch.int32, device=x.device)
     return ragged_dot(x.reshape(-1, depth), q, sizes, backend=backend).reshape(groups, rows, q.shape[2])
+
+
+def _grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`torch.nn.functional.grouped_mm` of rows, in groups that end at `offs`, with quantized matrices."""
+    if not isinstance(mat_b, QTensor) or isinstance(mat_a, QTensor) or bias is not None:
+        reason = "it multiplies float rows [M, K] with quantized matrices [G, K, N], without a bias"
+        raise UnsupportedError("grouped_mm cannot take these operands", {"QTensor": reason})
+    if offs is None:
+        y = batched(mat_a, mat_b)
+    else:
+        y = ragged_dot(mat_a, mat_b, torch.diff(offs, prepend=offs.new_zeros(1)))
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+FUNCTIONS |= {
+    function: _grouped_mm
+    for owner, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))  # the second before torch 2.10
+    if (function := getattr(owner, name, None)) is not None
+}
 
 
 def _ragged(x: torch.Tensor, tensors: Sequence[torch.Tensor], form: str, axis: int, backend: str) -> torch.Tensor:
