@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 from fewbit.cli.console import plain
 from fewbit.evaluate import Estimate
@@ -14,3 +16,17 @@ def test_records_become_json():
     assert form["r"] == recipe("int8").to_json()
     assert form["3"] == [1, [True, None]]
     json.dumps(form, allow_nan=False)
+
+
+def test_what_c_prints_goes_to_stderr():
+    code = """
+import ctypes
+from fewbit.cli.console import results_only, say
+
+say("before")
+with results_only():
+    ctypes.CDLL(None).puts(b"noise")
+say("after")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (found.stdout, found.stderr) == ("before\nafter\n", "noise\n")

@@ -1,10 +1,13 @@
 """Results go to stdout, progress and log to stderr."""
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import math
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
@@ -77,3 +80,19 @@ def worst_weight_lines(sqnr_db: Mapping[str, float]) -> list[str]:
 def decibel_text(value: float) -> str:
     """A number of decibels; infinity is "exact"."""
     return " exact   " if value == math.inf else f"{value:6.2f} dB"
+
+
+@contextlib.contextmanager
+def results_only() -> Iterator[None]:
+    """Keeps what libraries in C print off stdout, where only results belong; it goes to stderr."""
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from ..workflows.evaluate import Quality, evaluate
 from ..workflows.load import load
 from ..workflows.methods.allocation import WINDOW as SENSITIVITY_WINDOW
 from ..workflows.methods.allocation import WINDOWS as SENSITIVITY_WINDOWS
-from ..workflows.methods.allocation import allocated, fitting, sensitivities
+from ..workflows.methods.allocation import allocated, check_bits, fitting, sensitivities
 from ..workflows.methods.calibration_data import WINDOWS, CalibrationData, calibration_data
 from ..workflows.methods.folding import with_scaled_inputs
 from ..workflows.methods.importance_file import ImportanceFile
@@ -38,6 +37,7 @@ from ..workflows.plan import KEEP, plan_model
 from ..workflows.quantize import quantize
 from ..workflows.report import quantized_report
 from ..workflows.tensors import Outcome, TensorResult
+from .console import results_only
 from .progress import log_lines, progress_bar
 
 
@@ -226,14 +226,17 @@ def with_bits(
     chosen: ChosenMethod,
     text: str | None,
     to: str = "fewbit",
+    out: Path | None = None,
 ) -> Plan:
     """The plan with the best scheme for each weight at so many bits.
 
-    The costs of the schemes are measured on a text, with progress.
+    The costs of the schemes are measured on a text, with progress. With an output they are kept next to it, for a run that resumes
+    this one, until `forget` is called.
     """
     names, refused = candidate_names(bits, candidates, to), functools.partial(refusals, to, model)
     if candidates is None:
         names = fitting(made, names, refused)
+    check_bits(made, names, bits, refused)
     window = min(SENSITIVITY_WINDOW, model.runnable_config().context)
     data = calibration_data(model, text, windows=SENSITIVITY_WINDOWS, window=window)
     with progress_bar("measuring", 1) as bar:
@@ -254,8 +257,10 @@ def with_bits(
             calibration=calibration,
             refusals=refused,
             progress=progress,
+            out=out,
         )
-    return allocated(made, found, bits)
+    with results_only():  # HiGHS prints lines of its own
+        return allocated(made, found, bits)
 
 
 def with_counted_experts(model: Model, made: Plan, chosen: ChosenMethod) -> Plan:
@@ -357,14 +362,8 @@ def join_cluster(coordinator: str | None, processes: int | None, process_id: int
             f"this process cannot join a JAX cluster: {str(error).splitlines()[0]:.200} Start the command by a launcher that JAX "
             "detects, such as srun or mpirun, or pass --coordinator, --processes and --process-id in every process"
         ) from error
-    # gloo, which connects CPUs, reports it on stdout, where only results belong.
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
+    with results_only():  # gloo, which connects CPUs, reports it
         gathered("connected")
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
     return jax.process_index() == 0
 
 

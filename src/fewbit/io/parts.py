@@ -17,10 +17,12 @@ class FinishedParts:
 
     Args:
         journal: the journal of the job.
+        group: a name for the parts of one step, whose names then are its own.
     """
 
-    def __init__(self, journal: Journal):
-        self._path = journal.path
+    def __init__(self, journal: Journal, group: str = ""):
+        self._path = journal.path / group
+        self._path.mkdir(exist_ok=True)
 
     def load(self, name: str) -> Tensors | None:
         """The tensors of a finished part, each loaded on access. None if the part is not finished, or damaged."""

@@ -13,7 +13,7 @@ import fewbit as fb
 from fewbit import workflows
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
-from fewbit.workflows.methods.allocation import allocated, fitting, sensitivities, tied
+from fewbit.workflows.methods.allocation import allocated, check_bits, fitting, forget, sensitivities, tied
 from tests.nets.random_decoder import FEATURES, SMALL, UNTIED, random_tokens
 from tests.workflows.methods.test_calibrated import data_of, llama_directory, model_of
 
@@ -102,6 +102,40 @@ def test_the_errors_are_those_of_the_method(tmp_path):
     assert sum(one.losses["int4_g8"] for one in better) < 0.8 * sum(one.losses["int4_g8"] for one in rounded)
 
 
+def test_measuring_that_was_interrupted_anywhere_resumes(tmp_path):
+    model = model_of(SMALL, tmp_path)
+    plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(SMALL, 3, 16))
+    settings = {"method": GPTQ(), "calibration": data_of(SMALL)}
+
+    def measure(**others):
+        return sensitivities(model, plan, ["int8", "int4_g8"], windows, **settings, **others)
+
+    known, out, seen = measure(), tmp_path / "out", []
+
+    def stop_at(step):
+        def progress(done, steps):
+            seen.append((done, steps))
+            if done == step:
+                raise KeyboardInterrupt
+
+        return progress
+
+    measure(progress=stop_at(-1))
+    steps = seen[-1][1]
+    for step in (1, SMALL.layers + 1, steps - 1, steps):
+        with pytest.raises(KeyboardInterrupt):
+            measure(progress=stop_at(step), out=out)
+    seen.clear()
+    assert measure(progress=stop_at(-1), out=out) == known
+    assert all(done in (0, SMALL.layers, 2 * SMALL.layers) for done, _ in seen)  # nothing was left to measure
+    assert measure(out=out) == known
+    other = sensitivities(model, plan, ["int4_g8"], windows, out=out)  # another job does not take them
+    assert other[0].losses == sensitivities(model, plan, ["int4_g8"], windows)[0].losses
+    assert [path.name for path in tmp_path.glob(".out*")] == [".out.bits.fewbit-work"]
+    forget(out)
+    assert not list(tmp_path.glob(".out*"))
+
+
 def test_what_is_multiplied_at_once_is_tied(tmp_path):
     plan = workflows.plan_model(model_of(FEATURES, tmp_path), recipe="int8")
     groups = tied(row for row in plan if row.policy is not None)
@@ -109,6 +143,13 @@ def test_what_is_multiplied_at_once_is_tied(tmp_path):
     (experts,) = (group for group in groups if "layers/2/mlp/experts/0/down" in group)
     assert len(experts) == FEATURES.experts.count
     assert sorted(path for group in groups for path in group) == sorted(row.path for row in plan if row.policy is not None)
+
+
+def test_bits_that_cannot_be_reached_are_refused_before_measuring(tmp_path):
+    plan = workflows.plan_model(model_of(SMALL, tmp_path), recipe="int8")
+    check_bits(plan, ["int8", "int4_g8"], 32)
+    with pytest.raises(fb.QuantError, match="2 bits per weight cannot be reached: the smallest candidates take"):
+        check_bits(plan, ["int8", "int4_g8"], 2)
 
 
 def test_an_unknown_candidate(tmp_path):

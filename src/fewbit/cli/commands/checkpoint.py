@@ -59,6 +59,7 @@ def plan(
     With --bits it chooses schemes for a number of bits. It quantizes nothing.
     """
     from ...workflows.load import load
+    from ...workflows.methods.allocation import forget
     from ...workflows.plan import plan_model, unknown_roles
     from ..console import emit_json, say
     from ..quantize_report import candidate_names, check_plan_path, chosen_method, with_bits, with_counted_experts
@@ -80,7 +81,7 @@ def plan(
     chosen = chosen_method(method, opened, calibration_text, *windows, bits=bits, unseen=unseen_experts)
     made = plan_model(opened, recipe=recipe or names[0])
     if bits is not None:
-        made = with_bits(opened, made, bits, candidates, chosen, calibration_text)
+        made = with_bits(opened, made, bits, candidates, chosen, calibration_text, out=save)
     if has_experts and chosen.calibration is not None:
         made = with_counted_experts(opened, made, chosen)
     if strict and (message := unknown_roles(made)) is not None:
@@ -88,6 +89,7 @@ def plan(
         raise typer.Exit(FOUND)
     if save is not None:
         made.save(save)
+        forget(save)
     if json:
         emit_json({"model": str(model), "architecture": opened.architecture, "plan": made, **plan_totals(made)})
         return
@@ -150,6 +152,7 @@ def quantize(
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.evaluate import evaluation_windows
     from ...workflows.load import load
+    from ...workflows.methods.allocation import forget
     from ...workflows.methods.folding import with_scaling
     from ..console import emit_json, say
     from ..progress import check_log_path
@@ -229,7 +232,7 @@ def quantize(
             f"--keep-scales {keep_scales} is for --method awq or smoothquant; {method} finds no scales of inputs"
         )
     if bits is not None:
-        made = with_bits(source, made, bits, candidates, chosen, calibration_text, to)
+        made = with_bits(source, made, bits, candidates, chosen, calibration_text, to, None if dry_run else output)
         check_target(to, source, made)
     if chosen.scaling is not None:
         made = with_scaling(made, source, chosen.scaling)
@@ -247,6 +250,7 @@ def quantize(
         outcome = written(source, made, output, to=to, overwrite=overwrite, log=log, chosen=chosen)
     if not is_first:
         return
+    forget(output)
     record_source(output, model)
     quality, lines = None, [f"quality check skipped: {skipped}"]
     if skipped is None:

@@ -5,10 +5,15 @@ itself is `E^T F E / 2`, with the Fisher information `F`, the mean of `g g^T` ov
 is the gradient of their log-likelihood. So one gradient for each window serves every weight and every scheme.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib.metadata
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +22,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from ...array.scheme import scheme as as_scheme
 from ...errors import QuantError
+from ...io.journal import Journal
+from ...io.parts import FinishedParts
 from ...methods.allocation import Choice, allocate
 from ...models.config import DecoderConfig
 from ...models.decoder import forward, stack_layers
@@ -27,6 +34,7 @@ from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan, recounted
 from ...recipe.quantize_row import quantize_finite
 from ...recipe.rows import PlanRow
+from ..convert.provenance import file_hashes, method_facts, provenance
 from ..model import Model, decoded
 from .calibrated import calibrated_weights
 from .calibration_data import CalibrationData
@@ -61,10 +69,12 @@ def sensitivities(
     seed: int = 0,
     refusals: Callable[[Plan], Mapping[str, str]] = lambda plan: {},
     progress: Callable[[int, int], None] | None = None,
+    out: str | os.PathLike[str] | None = None,
 ) -> tuple[Sensitivity, ...]:
     """Estimates what each scheme would cost the weights that a plan quantizes.
 
-    The float parameters, their gradient, and the errors of all candidates in bfloat16 are in memory.
+    The float parameters, their gradient, and the errors of all candidates in bfloat16 are in memory. With `out`, finished layers
+    and windows are kept next to it until `forget` is called: the same call resumes after an interruption.
 
     Args:
         model: a model that can be run.
@@ -77,6 +87,7 @@ def sensitivities(
         refusals: why weights of a plan cannot be stored, by path; such a candidate is not considered for these weights.
         progress: called with the number of steps done and of all steps: a window is one, a layer by a method with calibration
             data for each candidate another.
+        out: the output that the measurements are for; None: nothing is kept.
 
     Returns:
         The sensitivities, in the order of the plan.
@@ -86,11 +97,7 @@ def sensitivities(
         UnsupportedError: when the model cannot be run.
     """
     config, groups = model.runnable_config(), tied(row for row in plan if row.policy is not None)
-    plans = {name: _storable(_with_scheme(plan, name), name, refusals) for name in candidates}
-    for paths in groups:
-        if not any(_has_all(one, paths) for one in plans.values()):
-            reason = refusals(_with_scheme(plan, candidates[0])).get(paths[0], "")
-            raise QuantError(f"none of {', '.join(candidates)} can store {paths[0]}: {reason}")
+    plans = _plans(plan, candidates, groups, refusals)
     before = 0
     if method.collect:
         before = config.layers * len(candidates)
@@ -99,25 +106,107 @@ def sensitivities(
         if progress is not None:
             progress(done, before + len(windows))
 
-    errors = {}
-    for i, (name, one) in enumerate(plans.items()):
-        start = i * config.layers
-        errors[name] = _errors(model, one, method, calibration, lambda done, _, start=start: report(start + done))
     sums = {name: np.zeros(len(groups)) for name in candidates}
-    params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
-    for i, window in enumerate(windows):
-        key = jax.random.fold_in(jax.random.key(seed), i)
-        scores = _scores(params, errors, jnp.asarray(window[None]), key, config=config, groups=groups)
-        for name, found in scores.items():
-            sums[name] += np.square(np.asarray(found, np.float64))
-        report(before + i + 1)
+    with contextlib.ExitStack() as stack:
+        journal = None
+        if out is not None:
+            job = _job(model, plans, windows, method, calibration, seed)
+            journal = stack.enter_context(Journal(_kept_at(out), job))
+        finished = [] if journal is None else journal.lines
+        for line in finished:
+            for name, squares in line["scores"].items():
+                sums[name] += squares
+        if len(finished) < len(windows):
+            errors = {}
+            for i, (name, one) in enumerate(plans.items()):
+                start, parts = i * config.layers, None if journal is None else FinishedParts(journal, f"candidate-{i}")
+                on_layer = functools.partial(lambda start, done, _: report(start + done), start)
+                errors[name] = _errors(model, one, method, calibration, parts, on_layer)
+            params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
+        for i in range(len(finished), len(windows)):
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            scores = _scores(params, errors, jnp.asarray(windows[i][None]), key, config=config, groups=groups)
+            squares = {name: np.square(np.asarray(found, np.float64)) for name, found in scores.items()}
+            for name, values in squares.items():
+                sums[name] += values
+            if journal is not None:
+                journal.note({"scores": {name: values.tolist() for name, values in squares.items()}})
+            report(before + i + 1)
     found = []
     for index, paths in enumerate(groups):
-        fitting = {name: one for name, one in plans.items() if _has_all(one, paths)}
-        losses = {name: float(sums[name][index] / (2 * windows.size)) for name in fitting}
-        nbytes = {name: sum(one[path].bytes_after for path in paths) for name, one in fitting.items()}
+        nbytes = _sizes(plans, paths)
+        losses = {name: float(sums[name][index] / (2 * windows.size)) for name in nbytes}
         found.append(Sensitivity(paths, losses, nbytes))
     return tuple(found)
+
+
+def check_bits(
+    plan: Plan, candidates: Sequence[str], bits: float, refusals: Callable[[Plan], Mapping[str, str]] = lambda plan: {}
+) -> None:
+    """Raises QuantError if even the smallest candidates take more bits per weight; before they are measured.
+
+    The arguments are those of `sensitivities` and `allocated`.
+    """
+    groups = tied(row for row in plan if row.policy is not None)
+    plans = _plans(plan, candidates, groups, refusals)
+    _check_smallest(plan, {paths: _sizes(plans, paths).values() for paths in groups}, bits)
+
+
+def _check_smallest(plan: Plan, sizes: Mapping[tuple[str, ...], Iterable[int]], bits: float) -> int:
+    """Checks that the smallest choices fit. Returns the bytes of everything that is no choice."""
+    size, chosen = sum(row.size for row in plan), {path for paths in sizes for path in paths}
+    fixed = sum(row.bytes_after for row in plan if row.path not in chosen)
+    smallest = fixed + sum(map(min, sizes.values()))
+    if 8 * smallest > bits * size:
+        raise QuantError(f"{bits} bits per weight cannot be reached: the smallest candidates take {8 * smallest / size:.3f}")
+    return fixed
+
+
+def _plans(
+    plan: Plan,
+    candidates: Sequence[str],
+    groups: Sequence[tuple[str, ...]],
+    refusals: Callable[[Plan], Mapping[str, str]],
+) -> dict[str, Plan]:
+    """The plan with each candidate for all weights that it can store; each weight needs one."""
+    plans = {name: _storable(_with_scheme(plan, name), name, refusals) for name in candidates}
+    for paths in groups:
+        if not any(_has_all(one, paths) for one in plans.values()):
+            reason = refusals(_with_scheme(plan, candidates[0])).get(paths[0], "")
+            raise QuantError(f"none of {', '.join(candidates)} can store {paths[0]}: {reason}")
+    return plans
+
+
+def _sizes(plans: Mapping[str, Plan], paths: Sequence[str]) -> dict[str, int]:
+    """The bytes of weights by candidate, of those that can store them all."""
+    fitting = {name: one for name, one in plans.items() if _has_all(one, paths)}
+    return {name: sum(one[path].bytes_after for path in paths) for name, one in fitting.items()}
+
+
+def forget(out: str | os.PathLike[str]) -> None:
+    """Removes what `sensitivities` kept for an output, when that is complete."""
+    Journal(_kept_at(out), {}).remove()
+
+
+def _kept_at(out: str | os.PathLike[str]) -> Path:
+    """The path whose journal has the measurements for an output: the job that writes the output has a journal of its own."""
+    return Path(out).with_name(f"{Path(out).name}.bits")
+
+
+def _job(
+    model: Model,
+    plans: Mapping[str, Plan],
+    windows: np.ndarray,
+    method: AbstractMethod,
+    calibration: CalibrationData | None,
+    seed: int,
+) -> dict[str, Any]:
+    """What identifies measurements: equal ones have equal results."""
+    plan = next(iter(plans.values()))
+    facts = provenance(model, plan, {"sha256": file_hashes(model)}) | method_facts(method, calibration)
+    versions = [importlib.metadata.version("fewbit"), jax.__version__]
+    candidates = {name: one.to_json() for name, one in plans.items()}
+    return {**facts, "candidates": candidates, "windows": windows.tolist(), "seed": seed, "versions": versions}
 
 
 def fitting(plan: Plan, candidates: Iterable[str], refusals: Callable[[Plan], Mapping[str, str]]) -> list[str]:
@@ -140,14 +229,13 @@ def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
     Raises:
         QuantError: when the smallest schemes take more.
     """
-    size, items = sum(row.size for row in plan), {}
-    chosen_paths = {path for one in found for path in one.paths}
-    fixed = sum(row.bytes_after for row in plan if row.path not in chosen_paths)
+    fixed, size = (
+        _check_smallest(plan, {one.paths: one.nbytes.values() for one in found}, bits),
+        sum(row.size for row in plan),
+    )
+    items = {}
     for one in found:
         items[one.paths[0]] = [Choice(name, one.nbytes[name], loss) for name, loss in one.losses.items()]
-    smallest = fixed + sum(min(choice.nbytes for choice in choices) for choices in items.values())
-    if 8 * smallest > bits * size:
-        raise QuantError(f"{bits} bits per weight cannot be reached: the smallest candidates take {8 * smallest / size:.3f}")
     taken = allocate(items, int(bits * size / 8) - fixed)
     by_path = {path: one for one in found for path in one.paths}
     rows = []
@@ -209,13 +297,14 @@ def _errors(
     plan: Plan,
     method: AbstractMethod,
     calibration: CalibrationData | None,
+    parts: FinishedParts | None,
     progress: Callable[[int, int], None],
 ) -> dict[str, Array]:
-    """The error of each weight under a plan, in bfloat16."""
+    """The error of each weight under a plan, in bfloat16. `parts` are as for `calibrated_weights`."""
     values, errors = {}, {}
     if method.collect:
         assert calibration is not None
-        values = calibrated_weights(model, plan, method, calibration, progress=progress)
+        values = calibrated_weights(model, plan, method, calibration, parts=parts, progress=progress)
     for row in plan:
         if row.policy is not None:
             x = jnp.asarray(decoded(model.load(row.path)), jnp.float32)
