@@ -13,7 +13,15 @@ import numpy as np
 from ..array.qarray import QArray
 from ..array.quantize import expanded_offset, expanded_scale, in_units
 from ..errors import QuantError, UnsupportedError
-from ..evaluate.report.facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
+from ..evaluate.report.facts import (
+    CalibratedExperts,
+    Histogram,
+    MeasuredQuality,
+    ModelFacts,
+    Report,
+    StoredModel,
+    TensorFacts,
+)
 from ..io.checkpoint import TensorInfo
 from ..methods.named import scaled_name
 from ..models.installed import default_text_name, find_text
@@ -37,6 +45,7 @@ from .evaluate import (
 )
 from .inspect import file_bytes
 from .methods.calibration_data import calibration_data
+from .methods.experts import UNSEEN
 from .methods.inputs import measured_inputs
 from .model import Model, Value, decoded
 from .plan import RecipeSpec, plan_model, split_numbers
@@ -165,6 +174,7 @@ def _model_facts(
         quality=measured and _measured_quality(measured),
         why_no_quality=why_not,
         notes=(*model.notes, *notes),
+        experts=_calibrated_experts(facts),
     )
 
 
@@ -231,6 +241,7 @@ def quantized_report(
         quality=quality and _measured_quality(quality),
         why_no_quality=why_no_quality,
         notes=(*model.notes, *notes, *plan.notes),
+        experts=_calibrated_experts(origin(model.facts)),
     )
     if quality is None:
         return Report(_stored_source(source), (facts,), None, why_no_quality)
@@ -336,6 +347,24 @@ def _text(facts: Mapping[str, Any], *keys: str) -> str:
     if isinstance(value, str):
         return value
     return ""
+
+
+def _calibrated_experts(facts: Mapping[str, Any]) -> CalibratedExperts | None:
+    """What a manifest says of the tokens of experts. It may be anyone's, so what has another form counts as nothing."""
+    method = facts.get("method")
+    if not isinstance(method, Mapping) or not isinstance(method.get("expert_tokens"), Mapping):
+        return None
+    counts = {}
+    for path, tokens in method["expert_tokens"].items():
+        if not isinstance(tokens, Sequence) or not tokens or not all(isinstance(n, int) and n >= 0 for n in tokens):
+            return None
+        counts[str(path)] = tuple(tokens)
+    calibration = method.get("calibration")
+    windows = calibration.get("windows") if isinstance(calibration, Mapping) else None
+    unseen = _text(facts, "method", "calibration", "unseen_experts")
+    if not isinstance(windows, Sequence) or not all(isinstance(n, int) for n in windows) or unseen not in UNSEEN:
+        return None
+    return CalibratedExperts(_text(facts, "method", "calibration", "text"), math.prod(windows), unseen, counts)
 
 
 def _tensors(model: Model, source: Model, made: Plan | None, sqnr: Mapping[str, float]) -> tuple[TensorFacts, ...]:

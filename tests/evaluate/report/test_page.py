@@ -17,6 +17,7 @@ from fewbit.evaluate.perplexity import Comparison, Perplexity
 from fewbit.evaluate.report import check_page_path, report_page, save_page
 from fewbit.evaluate.report.charts import LayerMap, ink_on, layer_map_chart
 from fewbit.evaluate.report.facts import (
+    CalibratedExperts,
     Histogram,
     InputFacts,
     MeasuredInputs,
@@ -195,6 +196,12 @@ def test_outliers_and_experts(facts, page):
     without = dataclasses.replace(facts, inputs=None, why_no_inputs=f"no tokenizer {EVIL}")
     words = " ".join(data for _, data in Page(report_page(without)).texts)
     assert f"Not measured: no tokenizer {EVIL}." in words and "Tokens of experts" not in words and "#experts" not in words
+    learned = CalibratedExperts(EVIL, 4096, "share", {"layers/1/mlp/experts": (7, 0)})
+    models = (dataclasses.replace(facts.models[0], experts=learned), facts.models[1])
+    texts = [data for _, data in Page(report_page(dataclasses.replace(facts, models=models))).texts]
+    at = texts.index("layers/1/mlp/experts")
+    assert texts[at + 1 : at + 7] == ["2", "0", "4", "7", "1", "1"]  # the run's own tokens, not those of the outliers
+    assert "of 4,096 tokens" in " ".join(texts) and "(--unseen-experts share)" in " ".join(texts)
     zero = MeasuredInputs("x", 1, (InputFacts("layers/0/up", 0, 4, 0.0, 0.0, 0, 0.0),), {})
     text = report_page(dataclasses.replace(facts, inputs=zero))
     assert "All inputs are zero." in text and 'href="#inputs"' in text and 'href="#experts"' not in text

@@ -13,6 +13,7 @@ import fewbit as fb
 from fewbit import workflows
 from fewbit.calibration.measure import Measure, Observation
 from fewbit.calibration.range_rules import AbsMaxRange
+from fewbit.evaluate.report.facts import CalibratedExperts
 from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
@@ -21,6 +22,7 @@ from fewbit.workflows.methods.calibrated import calibrated_weights, float_layers
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.experts import ExpertTokens, with_unseen_experts
 from fewbit.workflows.model import Model
+from fewbit.workflows.report import report
 from tests.nets.random_decoder import FEATURES, OTHERS
 from tests.nets.trained_mixture import MIXTURE, character_windows, trained_mixture
 from tests.workflows.checkpoints import family_directory, needs_tokenizers, text_file
@@ -102,6 +104,9 @@ def test_the_log_the_manifest_and_a_resumed_run_have_the_tokens(tmp_path):
     counts = facts["expert_tokens"]
     assert list(counts) == ["layers/0/mlp/experts", "layers/1/mlp/experts"]
     assert all(sum(layer) == 2 * data.windows.size for layer in counts.values())
+    (reported,) = report([workflows.load(tmp_path / "out")], model, quality=False).models
+    known = CalibratedExperts(data.text, data.windows.size, "nearest", {path: tuple(n) for path, n in counts.items()})
+    assert reported.experts == known
     by_path = {line.path: line for line in lines}
     for layer, tokens in counts.items():
         for number, count in enumerate(tokens):

@@ -147,6 +147,23 @@ class MeasuredInputs:
 
 
 @dataclasses.dataclass(frozen=True)
+class CalibratedExperts:
+    """The tokens from which a method learned about each expert of a mixture.
+
+    Attributes:
+        text: the name of the calibration text.
+        tokens: the number of its tokens.
+        unseen: what happened to experts without any, the option `--unseen-experts`.
+        counts: the tokens routed to each expert, by the path of a layer's experts.
+    """
+
+    text: str
+    tokens: int
+    unseen: str
+    counts: Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredModel:
     """A model on the disk, or one that was quantized in memory.
 
@@ -209,6 +226,7 @@ class ModelFacts:
         tensors: its tensors.
         histograms: of each quantized weight whose SQNR was measured, in the order of `tensors`.
         notes: sentences for the reader.
+        experts: what its method knew of each expert; None if it learned nothing, or its manifest does not say.
     """
 
     stored: StoredModel
@@ -220,6 +238,7 @@ class ModelFacts:
     tensors: tuple[TensorFacts, ...]
     histograms: tuple[Histogram, ...]
     notes: tuple[str, ...]
+    experts: CalibratedExperts | None = None
 
     @property
     def worst(self) -> tuple[Histogram, ...]:

@@ -1,6 +1,7 @@
 """The sections about activations: outliers, tokens of experts."""
 
 import re
+from collections.abc import Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -13,6 +14,12 @@ _WORST = 10
 """The number of products in the table of outliers."""
 _UNSEEN = 16
 """The number of experts without tokens that are named in a layer."""
+_UNSEEN_EXPERTS = {
+    "nearest": "their weights are rounded to nearest",
+    "share": "they took the statistics of all tokens of the layer's other experts",
+    "error": "there is none, or the run would have ended",
+}
+"""What `--unseen-experts` did."""
 
 
 def input_section(report: Report) -> str:
@@ -49,24 +56,42 @@ def _input_row(one: InputFacts) -> str:
     return row([head, *map(number, numbers), number(f"{one.channel_ratio:.4g}")])
 
 
-def expert_section(report: Report) -> str:
-    """The tokens that the experts of each layer get. Empty for a model without experts.
+def expert_section(report: Report, names: Sequence[str]) -> str:
+    """The tokens that the experts of each layer got, in the runs that quantized the models.
+
+    Models whose methods learned nothing of experts have those of the source on the text of the activations. Empty for a model
+    without experts.
 
     Args:
         report: the facts.
+        names: of the models.
     """
-    if report.inputs is None or not report.inputs.expert_tokens:
-        return ""
+    parts = []
+    for model, name in zip(report.models, names, strict=True):
+        if (found := model.experts) is not None:
+            parts.append(
+                f'<p class="dim">{escape(name)}: to how many of {found.tokens:,} tokens of {escape(found.text)}, from which its '
+                f"method learned, the router sent each expert. Experts without tokens: {escape(_UNSEEN_EXPERTS[found.unseen])} "
+                f"(--unseen-experts {escape(found.unseen)}).</p>\n"
+                + _expert_table(f"Tokens of experts, {name}", found.counts)
+            )
+    if not parts and report.inputs is not None and report.inputs.expert_tokens:
+        parts.append(
+            f'<p class="dim">To how many of {report.inputs.tokens:,} tokens of {escape(report.inputs.text)} the source\'s router sends '
+            "each expert. A method that learns from activations knows nothing of an expert without tokens, and little of one with "
+            "few: --unseen-experts says what it does.</p>\n"
+            + _expert_table("Tokens of experts", report.inputs.expert_tokens)
+        )
+    return "".join(parts)
+
+
+def _expert_table(title: str, tokens: Mapping[str, Sequence[int]]) -> str:
     rows = []
-    for path, counts in report.inputs.expert_tokens.items():
+    for path, counts in tokens.items():
         unseen = [str(i) for i, count in enumerate(counts) if count == 0]
         listed = ", ".join(unseen[:_UNSEEN]) + ", ..." * (len(unseen) > _UNSEEN)
         numbers = (len(counts), min(counts), round(float(np.median(counts))), max(counts), len(unseen))
         head = f'<th scope="row" class="path">{escape(path)}</th>'
         rows.append(row([head, *(number(f"{n:,}") for n in numbers), cell(listed)]))
     headings = ["experts of", "#experts", "#fewest tokens", "#median", "#most", "#without any", "these"]
-    return (
-        f'<p class="dim">To how many of {report.inputs.tokens:,} tokens of {escape(report.inputs.text)} the source\'s router sends each '
-        "expert. A method that learns from activations knows nothing of an expert without tokens, and little of one with few: "
-        "--unseen-experts says what it does.</p>\n" + table("Tokens of experts", headings, rows)
-    )
+    return table(title, headings, rows)

@@ -129,7 +129,7 @@ def report_page(report: Report) -> str:
         "errors": _errors(report.models, names),
         "histograms": histogram_section(report.models, names),
         "inputs": input_section(report),
-        "experts": expert_section(report),
+        "experts": expert_section(report, names),
         "skipped": _skipped(report.models, names),
         "tensors": _tensors(report.models, names),
     }
