@@ -1,6 +1,6 @@
 """Bit allocation on SmolLM2, compared with uniform schemes.
 
-    python -m bench.allocation [--bits 4.5,5.2] [--candidates mxfp4,nvfp4,int3_g64,int8] [--save]
+    python -m bench.allocation [--bits 4.25,4.5,5.2] [--candidates mxfp4,nvfp4,int3_g64,int8] [--save]
 
 Estimated losses are compared with measured ones. The model is that of `bench.methods`. The rank correlation (Spearman) of a
 scheme compares the estimated loss of each group of weights with the KL divergence of the model with that group alone quantized.
@@ -32,7 +32,7 @@ def main() -> int:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(prog="python -m bench.allocation", description="bit allocation against uniform schemes")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--bits", default="4.5,5.2")
+    parser.add_argument("--bits", default="4.25,4.5,5.2")
     parser.add_argument("--candidates", default=",".join(CANDIDATES))
     parser.add_argument("--every", type=int, default=4, help="which groups are measured alone")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")

@@ -231,6 +231,23 @@ def test_the_one_command():
     assert round(row["bits"], 2) == 4.25
 
 
+def test_the_decision_table():
+    page, rows = (ROOT / "docs" / "ship.md").read_text(), {(r["scheme"], r["method"]): r for r in saved("methods")["rows"]}
+    kl, seconds = ({key: row[name] for key, row in rows.items()} for name in ("kl", "seconds"))
+    chosen = (("nvfp4", "gptq"), ("nf4", "gptq_mse"))
+    for said in (
+        f"{kl['nvfp4', 'rtn']:.2f}, {kl['nf4', 'rtn']:.2f} nats |",
+        f"{', '.join(f'{seconds[key]:.0f} s' for key in chosen)} | {', '.join(f'{kl[key]:.3f}' for key in chosen)} nats |",
+        f"{seconds['nvfp4', 'qep']:.0f} s | {kl['nvfp4', 'qep']:.3f} nats; {kl['mxfp4', 'qep']:.3f} in `mxfp4`, where `gptq` loses "
+        f"{kl['mxfp4', 'gptq']:.3f} |",
+        f"{seconds['int3_g64', 'gptq_mse']:.0f} s | {kl['int3_g64', 'gptq_mse']:.2f} nats, with `qep` {kl['int3_g64', 'qep']:.2f}, "
+        f"with `gptq` {kl['int3_g64', 'gptq']:.2f}; rounded {kl['int3_g64', 'rtn']:.1f}: never",
+        f"{kl['int2_g32', 'qep']:.1f} nats with `qep`, {kl['int2_g32', 'gptq_mse']:.1f} with `gptq_mse`, "
+        f"{kl['int2_g32', 'gptq']:.1f} with `gptq` |",
+    ):
+        assert said in page, said
+
+
 def test_what_corrected_biases_take():
     rows = saved("encoder_methods")["rows"]
     shares = {(r["scheme"], r["method"]): 100 * (1 - r["biases_error"] / r["plain_error"]) for r in rows}

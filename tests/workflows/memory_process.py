@@ -1,8 +1,7 @@
 """Quantizes a checkpoint under a limit of memory, and prints what it took as JSON: `SOURCE OUT METHOD LIMIT_BYTES`.
 
-JAX reserves 1.5 GB of address space when it starts, of which it uses little, so a limit of the whole address space cannot be below
-that. The limits are set after the start: on the address space that is reserved from then on, and on all private memory (what is
-allocated; files that are mapped to be read do not count).
+The limits are on the whole address space, and on all private memory (what is allocated; files that are mapped to be read do not
+count). glibc reserves an arena of 64 MB or more for each thread of JAX, of which little is used: start it with MALLOC_ARENA_MAX=1.
 """
 
 import json
@@ -31,8 +30,8 @@ def main() -> None:
     source, out, name, limit = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
     jax.block_until_ready(jnp.ones((256, 256)) @ jnp.ones((256, 256)))
     start = status()
-    for kind, base in ((resource.RLIMIT_AS, start["VmSize"]), (resource.RLIMIT_DATA, 0)):
-        resource.setrlimit(kind, (base + limit, base + limit))
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        resource.setrlimit(kind, (limit, limit))
     model = workflows.load(source)
     chosen, calibration, recipe = method(name), None, last_axis("int4_g64")
     if chosen.collect:

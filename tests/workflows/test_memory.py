@@ -49,7 +49,7 @@ def sharded(path: Path, files: int, per_file: int) -> Path:
 
 # Peak memory is that of living arrays: freed blocks go back at once (glibc keeps those below a threshold that grows to 32 MB),
 # and no program starts before the one before it ends. Otherwise the same run differs by up to 60 MB, more on a busy machine.
-STEADY = {"MALLOC_MMAP_THRESHOLD_": str(2**18), "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0"}
+STEADY = {"MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_ARENA_MAX": "1", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0"}
 
 
 def measured(source: Path, out: Path, method: str) -> dict[str, int]:
