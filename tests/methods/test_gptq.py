@@ -53,6 +53,26 @@ def published(w: np.ndarray, hessian: np.ndarray, damping: float, scale: np.ndar
     return codes[:, np.argsort(order)]
 
 
+def test_weights_of_one_shape_share_a_program():
+    compiled = []
+
+    def on_event(name: str, _: float, **__: object) -> None:
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    first, *others = [(weight(N, K, seed=seed), moments(inputs(seed=seed))) for seed in range(3)]
+    jax.block_until_ready(gptq(first[0], fb.scheme("int3_g32"), first[1], act_order=True))
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    try:
+        for w, h in others:
+            jax.block_until_ready(gptq(w, fb.scheme("int3_g32"), h, act_order=True))
+        assert not compiled
+        jax.block_until_ready(gptq(others[0][0][:-1], fb.scheme("int3_g32"), others[0][1], act_order=True))
+        assert compiled  # another shape
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
 @pytest.mark.parametrize("act_order", [False, True])
 def test_codes_are_those_of_the_published_algorithm(act_order):
     """A code may differ where float32 and float64 fall on two sides of a tie, and the columns after it."""

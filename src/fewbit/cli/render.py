@@ -29,8 +29,9 @@ def plan_lines(model: Model, plan: Plan, *, full: bool) -> list[str]:
 
 
 def plan_totals(plan: Plan) -> dict[str, Any]:
-    """The bytes of a plan, before and after."""
-    return {"bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "bits_per_weight": plan.bits_per_weight}
+    """The bytes of a plan, before and after, and its hash."""
+    sizes = {"bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "bits_per_weight": plan.bits_per_weight}
+    return {**sizes, "sha256": plan.sha256}
 
 
 def plan_table(plan: Plan, *, full: bool, width: int | None = None) -> str:

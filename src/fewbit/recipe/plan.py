@@ -1,6 +1,7 @@
 """Plans: a recipe resolved against one model."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._json import checked, converted, file_text, form_of, parsed
+from .._json import canonical, checked, converted, file_text, form_of, parsed
 from .._registry import near_names
 from ..array.qarray import QArray
 from ..errors import QuantError
@@ -74,6 +75,11 @@ class Plan:
     def bits_per_weight(self) -> float:
         """`8 * bytes_after` over the number of elements of all parameters."""
         return 8 * self.bytes_after / max(sum(row.size for row in self.rows), 1)
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of its JSON form, whose keys are in order: equal plans have equal hashes."""
+        return hashlib.sha256(canonical(self.to_json())).hexdigest()
 
     def __str__(self) -> str:
         return self.text()

@@ -1,5 +1,6 @@
 """Bits where they matter: estimated losses beside measured ones, and plans within a budget."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import fewbit as fb
 from fewbit import workflows
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
+from fewbit.recipe.plan import Plan
 from fewbit.workflows.methods.allocation import allocated, check_bits, fitting, forget, sensitivities, tied
 from tests.nets.random_decoder import FEATURES, SMALL, UNTIED, random_tokens
 from tests.workflows.methods.test_calibrated import data_of, llama_directory, model_of
@@ -86,10 +88,12 @@ def test_two_processes_write_the_same_plan(tmp_path):
     plans = []
     for seed in ("1", "2"):
         plan = tmp_path / f"{seed}.json"
-        subprocess.run(
-            [*command, "--save", plan], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [*command, "--save", plan, "--json"], check=True, capture_output=True, text=True, env=environment
         )
-        plans.append(plan.read_bytes())
+        plans.append((plan.read_bytes(), json.loads(done.stdout)["sha256"]))
+        assert Plan.load(plan).sha256 == plans[-1][1]
     assert plans[0] == plans[1]
 
 

@@ -95,7 +95,9 @@ def plan(
         return
     say("\n".join(plan_lines(opened, made, full=full)))
     if save is not None:
-        say(f"saved as {save}; edit it, then: fewbit quantize {model} -o OUT --plan {save}")
+        say(
+            f"saved as {save}, whose plan has the SHA-256 {made.sha256}; edit it, then: fewbit quantize {model} -o OUT --plan {save}"
+        )
 
 
 @app.command()
