@@ -205,6 +205,16 @@ def test_the_sentences_too():
     assert f"rank correlation of {said}" in PAGE and f"{allocation['measured']} of the {allocation['groups']} groups" in PAGE
 
 
+def test_plans_beat_one_scheme_everywhere():
+    everywhere = {r["scheme"]: r for r in saved("methods")["rows"] if r["method"] == "gptq"}
+    plans = {round(r["bits"], 2): r for r in saved("allocation")["rows"] if r["method"] == "gptq"}
+    said = []
+    for bits, scheme in ((5.2, "nvfp4"), (4.5, "mxfp4"), (4.25, "int3_g64")):
+        assert plans[bits]["bits"] <= everywhere[scheme]["bits"] + 0.001
+        said.append(f"{100 * plans[bits]['kl'] / everywhere[scheme]['kl']:.0f} %")
+    assert "leaves {}, at 4.50 bits {} of MXFP4's at 4.99, and at 4.25 bits {} of `int3_g64`'s".format(*said) in PAGE
+
+
 def test_what_rotated_inputs_save():
     rows = saved("rotations")["rows"]
     left = {r["policy"]: r["kl"] / before["kl"] for before, r in zip(rows[::2], rows[1::2], strict=True)}
