@@ -258,6 +258,13 @@ def test_the_decision_table():
         assert said in page, said
 
 
+def test_the_time_of_one_weight():
+    rows = saved("gptq")["rows"]
+    seconds, compiling = [r["seconds"] for r in rows], [r["first"] - r["seconds"] for r in rows]
+    assert f"takes {min(seconds):.2f} to {max(seconds):.2f} s on 2 cores" in PAGE and max(seconds) < 1
+    assert f"a compilation of {min(compiling):.0f} to {max(compiling):.1f} s" in PAGE
+
+
 def test_what_corrected_biases_take():
     rows = saved("encoder_methods")["rows"]
     shares = {(r["scheme"], r["method"]): 100 * (1 - r["biases_error"] / r["plain_error"]) for r in rows}
