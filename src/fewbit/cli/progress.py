@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import datetime
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
@@ -53,9 +55,15 @@ class Bar:
         self.advance(done / total, f"{done}/{total} examples")
 
 
+LINE_SECONDS = 30.0
+"""How often a line tells the progress where stderr is no terminal."""
+
+
 @contextlib.contextmanager
 def progress_bar(title: str, total: float) -> Iterator[Bar]:
-    """A progress bar on stderr with remaining time and peak memory. Log lines only if stderr is no terminal.
+    """A progress bar on stderr with remaining time and peak memory.
+
+    If stderr is no terminal, a line every `LINE_SECONDS` has the same.
 
     Args:
         title: the task.
@@ -66,9 +74,16 @@ def progress_bar(title: str, total: float) -> Iterator[Bar]:
     columns = (title_column, BarColumn(), detail_column, TimeRemainingColumn(), _PeakMemory())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(title, total=total, detail="")
+        start = last = time.monotonic()
 
         def advance(done: float, detail: str) -> None:
+            nonlocal last
             progress.update(task, completed=done, detail=detail)
+            now = time.monotonic()
+            if not err.is_terminal and now - last >= LINE_SECONDS and 0 < done < total:
+                last = now
+                left = datetime.timedelta(seconds=round((now - start) * (total - done) / done))
+                err.print(f"{title}: {100 * done / total:.0f} %, {left} left, {detail}", soft_wrap=True)
 
         yield Bar(advance, lambda line: progress.console.print(line, soft_wrap=True))
 
