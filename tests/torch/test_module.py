@@ -175,3 +175,23 @@ def test_a_mixture_of_transformers_runs_with_quantized_experts(experts: str) -> 
                 if isinstance(parameter, fbt.QTensor):
                     setattr(owner, name, nn.Parameter(parameter.dequantize(), requires_grad=False))
         torch.testing.assert_close(found, model(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_train_in_distributed_data_parallel(tmp_path) -> None:
+    """One process; DDP broadcasts parameters when it is made, which QTensors do not take, so that is left out."""
+    distributed, model = torch.distributed, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    fbt.quantize_(model, "nf4", rules={"1.weight": None})
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(model, init_sync=False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-2)
+        x, losses = torch.randn(8, 64), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = parallel(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[1] < losses[0]
+    finally:
+        distributed.destroy_process_group()
