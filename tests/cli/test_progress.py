@@ -15,9 +15,10 @@ def test_the_peak_grows_with_what_is_held():
 
 
 def test_lines_tell_the_time_left_where_there_is_no_terminal(monkeypatch, capsys):
-    clock = iter((0.0, 10.0, 31.0, 50.0, 124.0))
+    """An earlier run finished the first layer."""
+    clock = iter((0.0, 1.0, 10.0, 41.0, 50.0, 124.0))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with progress_bar("quantizing", 4) as bar:
-        for done in range(1, 5):
-            bar.advance(done, f"{done}/4 layers")
-    assert capsys.readouterr().err.splitlines() == ["quantizing: 50 %, 0:00:31 left, 2/4 layers"]
+    with progress_bar("quantizing", 5) as bar:
+        for done in range(1, 6):
+            bar.advance(done, f"{done}/5 layers")
+    assert capsys.readouterr().err.splitlines() == ["quantizing: 60 %, 0:00:40 left, 3/5 layers"]

@@ -1,4 +1,4 @@
-"""Indexing of tiled arrays by integers, slices, `...` and None: what an index takes of the codes and of the scales."""
+"""Indexing of tiled arrays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,12 +20,14 @@ class Indexed:
     Attributes:
         codes: for the codes.
         scale: for the scales.
-        axes: those of the result.
+        shape: of the result.
+        scheme: of the result.
     """
 
     codes: tuple[Any, ...]
     scale: tuple[Any, ...]
-    axes: tuple[Axis, ...]
+    shape: tuple[int, ...]
+    scheme: Scheme
 
     def of_leaf(self, leaf_shape: Sequence[int], scale_shape: Sequence[int]) -> tuple[Any, ...]:
         """The scale's index, for a leaf that may have one element along an axis where the scale has more."""
@@ -55,14 +57,17 @@ def packed_axis(axes: Sequence[Axis]) -> int:
     return next((i - len(axes) for i, axis in enumerate(axes) if axis.is_packed), -1)
 
 
-def indexed(axes: Sequence[Axis], scale_shape: Sequence[int], bits: int, index: object) -> Indexed:
+def indexed(
+    scheme: Scheme, axes: Sequence[Axis], scale_shape: Sequence[int], index: object, *, decode: str = "fb.take(q, {}, axis)"
+) -> Indexed:
     """What an index takes of an array.
 
     Args:
-        axes: those of the array.
+        scheme: that of the array.
+        axes: its axes.
         scale_shape: the shape of its scales.
-        bits: of a code.
         index: integers, slices, `...` and None.
+        decode: for messages, what decodes elements at an index `{}`.
 
     Returns:
         The index for each part.
@@ -75,23 +80,24 @@ def indexed(axes: Sequence[Axis], scale_shape: Sequence[int], bits: int, index: 
     on_scale: list[Any] = []
     kept: list[Axis] = []
     lengths = iter(zip(axes, scale_shape, strict=True))
-    for step in _expanded(index, len(axes)):
+    for step in _expanded(index, len(axes), decode):
         if step is None:
             on_codes.append(None)
             on_scale.append(None)
             kept.append(Axis(1, 1))
             continue
-        of_codes, of_scale, axis = _along(*next(lengths), step, bits)
+        of_codes, of_scale, axis = _along(*next(lengths), step, scheme.format.bits, decode)
         on_codes.append(of_codes)
         on_scale.append(of_scale)
         if axis is not None:
             kept.append(axis)
     if not kept:
         raise QuantError("an integer for every axis gives a scalar; a quantized array has at least one axis")
-    return Indexed(tuple(on_codes), tuple(on_scale), tuple(kept))
+    cut = scheme.with_tiles(tuple(axis.tile for axis in kept), packed_axis(kept))
+    return Indexed(tuple(on_codes), tuple(on_scale), tuple(axis.length for axis in kept), cut)
 
 
-def _expanded(index: object, ndim: int) -> list[Any]:
+def _expanded(index: object, ndim: int, decode: str) -> list[Any]:
     """The index as a list of integers, slices and Nones, `...` expanded."""
     if not isinstance(index, tuple):
         index = (index,)
@@ -100,7 +106,7 @@ def _expanded(index: object, ndim: int) -> list[Any]:
         if not (step is None or step is ... or isinstance(step, int | np.integer | slice)) or isinstance(step, bool):
             raise QuantError(
                 f"a QArray is indexed with integers, slices, ... and None, not {type(step).__name__}; "
-                "fb.take(q, indices, axis) gathers rows"
+                f"{decode.format('indices')} gathers rows"
             )
     missing = ndim - sum(step is not None and step is not ... for step in steps)
     if missing < 0:
@@ -113,7 +119,7 @@ def _expanded(index: object, ndim: int) -> list[Any]:
     return [*steps[:place], *([slice(None)] * missing), *steps[place + 1 :]]
 
 
-def _along(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any, Any, Axis | None]:
+def _along(axis: Axis, count: int, step: int | np.integer | slice, bits: int, decode: str) -> tuple[Any, Any, Axis | None]:
     """One axis's index for the codes and for the scales. With the resulting axis, which is None if it is dropped."""
     tile = axis.tile_length
     if not isinstance(step, slice):
@@ -121,7 +127,7 @@ def _along(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any, A
         if not -axis.length <= at < axis.length:
             raise IndexError(f"index {at} is out of bounds for an axis of {axis.length}")
         if axis.is_packed:
-            raise QuantError(f"the integer {at} on the packed axis would cut bytes; fb.take(q, {at}, axis) decodes it")
+            raise QuantError(f"the integer {at} on the packed axis would cut bytes; {decode.format(at)} decodes it")
         at %= axis.length
         return at, min(at // tile, count - 1), None
     start, stop, stride = step.indices(axis.length)

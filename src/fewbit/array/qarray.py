@@ -218,17 +218,15 @@ class QArray:
         Raises:
             QuantError: when a tile or a byte would be cut, or for an index array (use `fb.take`).
         """
-        found = indexed(self._axes, self.scale.shape, self.scheme.format.bits, index)
-        packed = packed_axis(found.axes)
-        scheme = self.scheme.with_tiles(tuple(a.tile for a in found.axes), packed)
-        codes = self.codes[found.codes]
-        slack = code_capacity(codes.shape[packed], self.scheme.format.bits) - found.axes[packed].length
+        found = indexed(self.scheme, self._axes, self.scale.shape, index)
+        codes, packed = self.codes[found.codes], found.scheme.pack_axis
+        slack = code_capacity(codes.shape[packed], self.scheme.format.bits) - found.shape[packed]
 
         def on_tiles(leaf: Any) -> Any:
             return leaf[found.of_leaf(leaf.shape, self.scale.shape)]
 
         zero, tensor = jax.tree.map(on_tiles, (self.zero_point, self.tensor_scale))
-        return QArray(codes, on_tiles(self.scale), zero, tensor, scheme, self.dtype, slack, self.policy)
+        return QArray(codes, on_tiles(self.scale), zero, tensor, found.scheme, self.dtype, slack, self.policy)
 
     @property
     def _axes(self) -> list[Axis]:

@@ -85,7 +85,7 @@ def decibel_text(value: float) -> str:
 @contextlib.contextmanager
 def results_only() -> Iterator[None]:
     """Keeps what libraries in C print off stdout, where only results belong; it goes to stderr."""
-    flush = ctypes.CDLL(None).fflush
+    flush = ctypes.CDLL("msvcrt" if os.name == "nt" else None).fflush
     sys.stdout.flush()
     flush(None)
     stdout = os.dup(1)

@@ -74,15 +74,17 @@ def progress_bar(title: str, total: float) -> Iterator[Bar]:
     columns = (title_column, BarColumn(), detail_column, TimeRemainingColumn(), _PeakMemory())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(title, total=total, detail="")
-        start = last = time.monotonic()
+        last, start = time.monotonic(), None
 
         def advance(done: float, detail: str) -> None:
-            nonlocal last
+            nonlocal last, start
             progress.update(task, completed=done, detail=detail)
             now = time.monotonic()
-            if not err.is_terminal and now - last >= LINE_SECONDS and 0 < done < total:
+            start = start or (now, done)  # what an earlier run finished took no time
+            since, before = start
+            if not err.is_terminal and now - last >= LINE_SECONDS and before < done < total:
                 last = now
-                left = datetime.timedelta(seconds=round((now - start) * (total - done) / done))
+                left = datetime.timedelta(seconds=round((now - since) * (total - done) / (done - before)))
                 err.print(f"{title}: {100 * done / total:.0f} %, {left} left, {detail}", soft_wrap=True)
 
         yield Bar(advance, lambda line: progress.console.print(line, soft_wrap=True))

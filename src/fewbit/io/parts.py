@@ -46,6 +46,10 @@ class FinishedParts:
                 writer.add(tensor, value)
         return read_directory(writer.path).tensors
 
+    def clear(self) -> None:
+        """Removes all parts of the group, when no later step needs them."""
+        shutil.rmtree(self._path, ignore_errors=True)
+
     def remove(self, name: str) -> None:
         """Removes a part that is not needed any more."""
         shutil.rmtree(self._path / name, ignore_errors=True)

@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..array.indexing import axes_of, indexed, packed_axis
+from ..array.indexing import axes_of, indexed
 from ..errors import QuantError, UnsupportedError
 from .qtensor import DISPATCHED, FUNCTIONS, Form, QTensor, mapped_parts, scale_form, tiles_of
 
@@ -19,9 +20,9 @@ def _elements(q: QTensor, index: object) -> QTensor:
     if torch.compiler.is_compiling():
         return _by_operators(q, steps)
     steps = [int(step) if _is_integer(step, 0) else step for step in steps]
-    if any(isinstance(step, list | torch.Tensor) for step in steps):
-        return _at_index_array(q, steps)
-    return _views(q, tuple(steps))
+    if all(step is None or step is ... or isinstance(step, int | np.integer | slice) for step in steps):
+        return _views(q, tuple(steps))
+    return _at_index_array(q, steps)
 
 
 def _by_operators(q: QTensor, steps: list[Any]) -> QTensor:
@@ -51,15 +52,14 @@ def _views(q: QTensor, steps: tuple[Any, ...]) -> QTensor:
     """The elements at integers, slices, `...` and None."""
     form, scale_shape = q.form, tuple(q.scale.shape)
     axes = axes_of(form.scheme, form.shape, tiles_of(form, scale_shape))
-    found = indexed(axes, scale_shape, form.scheme.format.bits, steps)
+    found = indexed(form.scheme, axes, scale_shape, steps, decode="q.dequantize()[..., {}]")
 
     def on_tiles(leaf: torch.Tensor) -> Any:
         return leaf[found.of_leaf(leaf.shape, scale_shape)]
 
     parts = mapped_parts(q, on_tiles, on_tiles) | {"codes": q.codes[found.codes]}
-    scheme = form.scheme.with_tiles(tuple(a.tile for a in found.axes), packed_axis(found.axes))
-    shape, of_scale = [axis.length for axis in found.axes], scale_form(parts["scale"])
-    return QTensor._unchecked(parts, Form.of(scheme, shape, form.dtype, form.parts, of_scale, form.policy))
+    of_scale = scale_form(parts["scale"])
+    return QTensor._unchecked(parts, Form.of(found.scheme, found.shape, form.dtype, form.parts, of_scale, form.policy))
 
 
 def _at_index_array(q: QTensor, indices: Sequence[Any]) -> QTensor:

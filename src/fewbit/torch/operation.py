@@ -1,4 +1,4 @@
-"""Derivatives of the torch operators that are linear in their first tensor, and vmap over them.
+"""Torch operators with derivatives and vmap, linear in their first tensor.
 
 `torch.library.register_autograd` serves torch.autograd and compilers; under `torch.func` such a gradient is an error, and a
 forward-mode derivative is zero (torch 2.13). So where a derivative is asked for outside of a compiler, the operator is

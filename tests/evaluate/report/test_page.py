@@ -27,8 +27,10 @@ from fewbit.evaluate.report.facts import (
     StoredModel,
     TensorFacts,
 )
+from fewbit.evaluate.report.inputs import UNSEEN_EXPERTS
 from fewbit.evaluate.report.template import _STYLE, MARKER
 from fewbit.models import is_installed
+from fewbit.workflows.methods.experts import UNSEEN
 from tests.evaluate.report.browser import CHROMIUM, Browser
 
 pytestmark = pytest.mark.skipif(not is_installed("matplotlib"), reason="needs pip install fewbit[plot]")
@@ -196,6 +198,7 @@ def test_outliers_and_experts(facts, page):
     without = dataclasses.replace(facts, inputs=None, why_no_inputs=f"no tokenizer {EVIL}")
     words = " ".join(data for _, data in Page(report_page(without)).texts)
     assert f"Not measured: no tokenizer {EVIL}." in words and "Tokens of experts" not in words and "#experts" not in words
+    assert set(UNSEEN_EXPERTS) == set(UNSEEN)
     learned = CalibratedExperts(EVIL, 4096, "share", {"layers/1/mlp/experts": (7, 0)})
     models = (dataclasses.replace(facts.models[0], experts=learned), facts.models[1])
     texts = [data for _, data in Page(report_page(dataclasses.replace(facts, models=models))).texts]

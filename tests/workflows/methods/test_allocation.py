@@ -133,6 +133,7 @@ def test_measuring_that_was_interrupted_anywhere_resumes(tmp_path):
     assert measure(progress=stop_at(-1), out=out) == known
     assert all(done in (0, SMALL.layers, 2 * SMALL.layers) for done, _ in seen)  # nothing was left to measure
     assert measure(out=out) == known
+    assert [path.name for path in (tmp_path / ".out.bits.fewbit-work").iterdir()] == ["journal"]  # the sums, and no weights
     other = sensitivities(model, plan, ["int4_g8"], windows, out=out)  # another job does not take them
     assert other[0].losses == sensitivities(model, plan, ["int4_g8"], windows)[0].losses
     assert [path.name for path in tmp_path.glob(".out*")] == [".out.bits.fewbit-work"]

@@ -14,7 +14,7 @@ _WORST = 10
 """The number of products in the table of outliers."""
 _UNSEEN = 16
 """The number of experts without tokens that are named in a layer."""
-_UNSEEN_EXPERTS = {
+UNSEEN_EXPERTS = {
     "nearest": "their weights are rounded to nearest",
     "share": "they took the statistics of all tokens of the layer's other experts",
     "error": "there is none, or the run would have ended",
@@ -71,7 +71,7 @@ def expert_section(report: Report, names: Sequence[str]) -> str:
         if (found := model.experts) is not None:
             parts.append(
                 f'<p class="dim">{escape(name)}: to how many of {found.tokens:,} tokens of {escape(found.text)}, from which its '
-                f"method learned, the router sent each expert. Experts without tokens: {escape(_UNSEEN_EXPERTS[found.unseen])} "
+                f"method learned, the router sent each expert. Experts without tokens: {escape(UNSEEN_EXPERTS[found.unseen])} "
                 f"(--unseen-experts {escape(found.unseen)}).</p>\n"
                 + _expert_table(f"Tokens of experts, {name}", found.counts)
             )

@@ -116,12 +116,12 @@ def sensitivities(
         for line in finished:
             for name, squares in line["scores"].items():
                 sums[name] += squares
+        parts = [None if journal is None else FinishedParts(journal, f"candidate-{i}") for i in range(len(plans))]
         if len(finished) < len(windows):
             errors = {}
             for i, (name, one) in enumerate(plans.items()):
-                start, parts = i * config.layers, None if journal is None else FinishedParts(journal, f"candidate-{i}")
-                on_layer = functools.partial(lambda start, done, _: report(start + done), start)
-                errors[name] = _errors(model, one, method, calibration, parts, on_layer)
+                on_layer = functools.partial(lambda start, done, _: report(start + done), i * config.layers)
+                errors[name] = _errors(model, one, method, calibration, parts[i], on_layer)
             params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
         for i in range(len(finished), len(windows)):
             key = jax.random.fold_in(jax.random.key(seed), i)
@@ -132,6 +132,8 @@ def sensitivities(
             if journal is not None:
                 journal.note({"scores": {name: values.tolist() for name, values in squares.items()}})
             report(before + i + 1)
+        for one in filter(None, parts):
+            one.clear()
     found = []
     for index, paths in enumerate(groups):
         nbytes = _sizes(plans, paths)
