@@ -63,7 +63,7 @@ LINE_SECONDS = 30.0
 def progress_bar(title: str, total: float) -> Iterator[Bar]:
     """A progress bar on stderr with remaining time and peak memory.
 
-    If stderr is no terminal, a line every `LINE_SECONDS` has the same.
+    If stderr is no terminal, a line every `LINE_SECONDS` has the remaining time.
 
     Args:
         title: the task.

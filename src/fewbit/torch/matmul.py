@@ -6,7 +6,7 @@ and torch.compile support it. On a CPU it calls the cached compiled JAX function
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
 import torch
@@ -18,7 +18,7 @@ from ..kernels.qmatmul.gpu.weight import Matrix
 from ..ops.dot import dot_general
 from . import dlpack as handover
 from . import triton
-from .operation import Operation, Tensors, applied, no_second_gradient
+from .operation import Operation, PolicyGradient, Tensors, applied
 from .qtensor import FUNCTIONS, Form, QTensor, form_of, in_memory_order, permuted
 from .quantize import decoded_leaves, dequantize
 
@@ -83,7 +83,7 @@ def product(x: torch.Tensor, q: QTensor, axis: int, backend: Backend | None = No
     x = autocast(x)
     stored, places = in_memory_order(q)
     rows = x.reshape(-1, x.shape[-1])
-    y = applied(_Product((stored.form.text, places[axis], backend or "")), rows, stored.leaves)
+    y = applied(Product((stored.form.text, places[axis], backend or "")), rows, stored.leaves)
     return y.reshape(*x.shape[:-1], q.shape[1 - axis])
 
 
@@ -226,27 +226,27 @@ handover.operator(
 )
 
 
-class _Product(Operation):
+class _ProductGradient(PolicyGradient):
+    name = "product_gradient"
+
+
+class Product(Operation):
+    """The product of rows with quantized matrices; its settings are their form, the contracted axis and the backend."""
+
     name = "product"
     merges_rows = True
+    axes: ClassVar[int] = 1
+    """The sum of the two axes of a matrix."""
+    gradient: ClassVar[type[PolicyGradient]] = _ProductGradient
 
     def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
         form, axis, backend = self.settings
         if x is not None:
-            return _ProductGradient((form, axis)), (*tensors, x)
-        return _Product((form, 1 - axis, backend)), tensors
+            return self.gradient((form, axis)), (*tensors, x)
+        return type(self)((form, self.axes - axis, backend)), tensors
 
 
-class _ProductGradient(Operation):
-    """Its last tensor is the `x` of the product."""
-
-    name = "product_gradient"
-
-    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
-        raise no_second_gradient()
-
-
-_Product.register_gradient()
+Product.register_gradient()
 
 
 # --- torch functions ---

@@ -72,6 +72,13 @@ class Operation(abc.ABC):
         ctx.nothing = [None] * len(tensors), *[None] * len(settings)
 
 
+class PolicyGradient(Operation):
+    """The gradient of a product under a policy, whose `x` is its last tensor. It has none itself."""
+
+    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
+        raise no_second_gradient()
+
+
 def applied(operation: Operation, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The result of an operation, differentiable in `x`."""
     if not torch.compiler.is_compiling() and (_is_transformed() or _has_derivative(x)):

@@ -14,8 +14,8 @@ from ..kernels.qmatmul.gpu.weight import Matrix
 from ..ops.ragged import ragged_dot as jax_ragged_dot
 from . import dlpack as handover
 from . import triton
-from .matmul import PRECISIONS, autocast, config_of, gpu_of, or_unread, padded_count, table_of
-from .operation import Operation, Tensors, applied, no_second_gradient
+from .matmul import PRECISIONS, Product, autocast, config_of, gpu_of, or_unread, padded_count, table_of
+from .operation import PolicyGradient, applied
 from .qtensor import FUNCTIONS, QTensor, form_of, in_memory_order, permuted
 from .quantize import Backend, dequantize
 
@@ -171,25 +171,17 @@ handover.operator(
 )
 
 
-class _Ragged(Operation):
+class _RaggedGradient(PolicyGradient):
+    name = "ragged_gradient"
+
+
+class _Ragged(Product):
     """The sizes of the groups are its last tensor."""
 
     name = "ragged"
-
-    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
-        form, axis, backend = self.settings
-        if x is not None:
-            return _RaggedGradient((form, axis)), (*tensors, x)
-        return _Ragged((form, 3 - axis, backend)), tensors
-
-
-class _RaggedGradient(Operation):
-    """Its last tensors are the sizes of the groups and the `x` of the product."""
-
-    name = "ragged_gradient"
-
-    def transposed(self, x: torch.Tensor | None, tensors: Tensors) -> tuple[Operation, Tensors]:
-        raise no_second_gradient()
+    merges_rows = False
+    axes = 3
+    gradient = _RaggedGradient
 
 
 _Ragged.register_gradient()

@@ -2,13 +2,10 @@
 
 import dataclasses
 import functools
-import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-import jax
 
 from ..array.qarray import QArray
 from ..calibration.measure import Observation
@@ -19,7 +16,7 @@ from ..methods.scaling import AbstractScaling
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
-from .convert.provenance import file_hashes, method_facts, outcome, provenance, stored_config, value_sha256
+from .convert.provenance import file_hashes, method_facts, outcome, provenance, stored_config, value_sha256, versions
 from .convert.targets import Job, check_path, check_target, fused_modules, prepared, representable, write_tensors
 from .methods.calibrated import calibrated_scales, calibrated_weights
 from .methods.calibration_data import CalibrationData
@@ -101,8 +98,7 @@ def quantize(
     start, results, tokens = time.perf_counter(), {}, list[ExpertTokens]()
     fused, facts = fused_rows(model, plan, fused_modules(to)), provenance(model, plan, {"sha256": file_hashes(model)})
     facts |= method_facts(method, calibration, scaling)
-    versions = [importlib.metadata.version("fewbit"), jax.__version__]
-    identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions}
+    identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions()}
     if not isinstance(calibration, CalibrationData):
         identity["source"] = model.name  # each tensor has a hash in the journal, so that one can be repaired
     with Journal(out, identity) as journal:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,11 @@ def method_facts(
             if calibration is not None and one.collect:
                 facts[kind]["calibration"] = calibration.facts
     return facts
+
+
+def versions() -> list[str]:
+    """Those of fewbit and JAX, on which the bytes of a job depend."""
+    return [importlib.metadata.version("fewbit"), jax.__version__]
 
 
 def source_files(model: Model) -> list[Path]:

@@ -5,13 +5,11 @@ itself is `E^T F E / 2`, with the Fisher information `F`, the mean of `g g^T` ov
 is the gradient of their log-likelihood. So one gradient for each window serves every weight and every scheme.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan, recounted
 from ...recipe.quantize_row import quantize_finite
 from ...recipe.rows import PlanRow
-from ..convert.provenance import file_hashes, method_facts, provenance
+from ..convert.provenance import file_hashes, method_facts, provenance, versions
 from ..model import Model, decoded
 from .calibrated import calibrated_weights
 from .calibration_data import CalibrationData
@@ -106,40 +104,68 @@ def sensitivities(
         if progress is not None:
             progress(done, before + len(windows))
 
-    sums = {name: np.zeros(len(groups)) for name in candidates}
-    with contextlib.ExitStack() as stack:
-        journal = None
-        if out is not None:
-            job = _job(model, plans, windows, method, calibration, seed)
-            journal = stack.enter_context(Journal(_kept_at(out), job))
-        finished = [] if journal is None else journal.lines
-        for line in finished:
-            for name, squares in line["scores"].items():
-                sums[name] += squares
-        parts = [None if journal is None else FinishedParts(journal, f"candidate-{i}") for i in range(len(plans))]
-        if len(finished) < len(windows):
-            errors = {}
-            for i, (name, one) in enumerate(plans.items()):
-                on_layer = functools.partial(lambda start, done, _: report(start + done), i * config.layers)
-                errors[name] = _errors(model, one, method, calibration, parts[i], on_layer)
-            params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
-        for i in range(len(finished), len(windows)):
-            key = jax.random.fold_in(jax.random.key(seed), i)
-            scores = _scores(params, errors, jnp.asarray(windows[i][None]), key, config=config, groups=groups)
-            squares = {name: np.square(np.asarray(found, np.float64)) for name, found in scores.items()}
-            for name, values in squares.items():
-                sums[name] += values
-            if journal is not None:
-                journal.note({"scores": {name: values.tolist() for name, values in squares.items()}})
-            report(before + i + 1)
-        for one in filter(None, parts):
-            one.clear()
+    def errors(parts: Mapping[str, FinishedParts]) -> dict[str, dict[str, Array]]:
+        found = {}
+        for i, (name, one) in enumerate(plans.items()):
+            on_layer = functools.partial(lambda start, done, _: report(start + done), i * config.layers)
+            found[name] = _errors(model, one, method, calibration, parts.get(name), on_layer)
+        return found
+
+    def on_window(done: int) -> None:
+        report(before + done)
+
+    if out is None:
+        squares = list(_squared_scores(model, groups, windows, errors({}), seed, on_window=on_window))
+    else:
+        with Journal(_kept_at(out), _job(model, plans, windows, method, calibration, seed)) as journal:
+            squares = _kept_scores(journal, model, groups, windows, errors, seed, plans, on_window)
+    sums = {name: sum((np.asarray(one[name]) for one in squares), np.zeros(len(groups))) for name in candidates}
     found = []
     for index, paths in enumerate(groups):
         nbytes = _sizes(plans, paths)
         losses = {name: float(sums[name][index] / (2 * windows.size)) for name in nbytes}
         found.append(Sensitivity(paths, losses, nbytes))
     return tuple(found)
+
+
+def _squared_scores(
+    model: Model,
+    groups: tuple[tuple[str, ...], ...],
+    windows: np.ndarray,
+    errors: Mapping[str, Mapping[str, Array]],
+    seed: int,
+    *,
+    begin: int = 0,
+    on_window: Callable[[int], None],
+) -> Iterator[dict[str, list[float]]]:
+    """The squared scores of the groups for each window from `begin` on, by candidate."""
+    params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
+    for i in range(begin, len(windows)):
+        key, tokens = jax.random.fold_in(jax.random.key(seed), i), jnp.asarray(windows[i][None])
+        scores = _scores(params, errors, tokens, key, config=model.runnable_config(), groups=groups)
+        yield {name: np.square(np.asarray(found, np.float64)).tolist() for name, found in scores.items()}
+        on_window(i + 1)
+
+
+def _kept_scores(
+    journal: Journal,
+    model: Model,
+    groups: tuple[tuple[str, ...], ...],
+    windows: np.ndarray,
+    errors: Callable[[Mapping[str, FinishedParts]], Mapping[str, Mapping[str, Array]]],
+    seed: int,
+    names: Iterable[str],
+    on_window: Callable[[int], None],
+) -> list[dict[str, list[float]]]:
+    """`_squared_scores` of all windows. Those that an earlier run noted in the journal are not computed again."""
+    parts = {name: FinishedParts(journal, f"candidate-{i}") for i, name in enumerate(names)}
+    begin = len(journal.lines)
+    if begin < len(windows):
+        for found in _squared_scores(model, groups, windows, errors(parts), seed, begin=begin, on_window=on_window):
+            journal.note({"scores": found})
+    for one in parts.values():
+        one.clear()
+    return [line["scores"] for line in journal.lines]
 
 
 def check_bits(
@@ -206,9 +232,8 @@ def _job(
     """What identifies measurements: equal ones have equal results."""
     plan = next(iter(plans.values()))
     facts = provenance(model, plan, {"sha256": file_hashes(model)}) | method_facts(method, calibration)
-    versions = [importlib.metadata.version("fewbit"), jax.__version__]
     candidates = {name: one.to_json() for name, one in plans.items()}
-    return {**facts, "candidates": candidates, "windows": windows.tolist(), "seed": seed, "versions": versions}
+    return {**facts, "candidates": candidates, "windows": windows.tolist(), "seed": seed, "versions": versions()}
 
 
 def fitting(plan: Plan, candidates: Iterable[str], refusals: Callable[[Plan], Mapping[str, str]]) -> list[str]:
@@ -231,11 +256,8 @@ def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
     Raises:
         QuantError: when the smallest schemes take more.
     """
-    fixed, size = (
-        _check_smallest(plan, {one.paths: one.nbytes.values() for one in found}, bits),
-        sum(row.size for row in plan),
-    )
-    items = {}
+    fixed = _check_smallest(plan, {one.paths: one.nbytes.values() for one in found}, bits)
+    size, items = sum(row.size for row in plan), {}
     for one in found:
         items[one.paths[0]] = [Choice(name, one.nbytes[name], loss) for name, loss in one.losses.items()]
     taken = allocate(items, int(bits * size / 8) - fixed)
