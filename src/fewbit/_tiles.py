@@ -127,33 +127,34 @@ def fitting_tiles(length: int) -> str:
 def blocked(x: jax.Array, tiles: Sequence[Tile]) -> tuple[jax.Array, tuple[int, ...]]:
     """Splits each axis into (tiles, elements of a tile). Also returns the axes over which a tile extends.
 
-    An axis with tile 1 (all tiles) or None (all elements) is not split. A short last tile is padded with zeros.
+    An axis with tile 1 (all tiles) or None (all elements) is not split. A short last tile is padded with zeros. Each axis has
+    a reshape of its own: JAX knows the sharding of the result on an explicit mesh only if one axis is split or merged.
 
     >>> y, within = blocked(jnp.zeros((6, 100)), (1, 32))
     >>> y.shape, within
     ((6, 4, 32), (2,))
     """
-    shape: list[int] = []
-    within: list[int] = []
-    padding: list[tuple[int, int]] = []
-    for n, t in zip(x.shape, tiles, strict=True):
-        padding.append((0, -n % (t or 1)))
-        if t is None or t == 1:
-            shape.append(n)
-        else:
-            shape += [-(-n // t), t]
-        if t != 1:
-            within.append(len(shape) - 1)
+    padding = [(0, -n % (t or 1)) for n, t in zip(x.shape, tiles, strict=True)]
     if any(high for _, high in padding):
         x = jnp.pad(x, padding)
-    return x.reshape(shape), tuple(within)
+    within: list[int] = []
+    axis = 0
+    for t in tiles:
+        if t is not None and t != 1:
+            x = x.reshape(*x.shape[:axis], x.shape[axis] // t, t, *x.shape[axis + 1 :])
+            axis += 1
+        if t != 1:
+            within.append(axis)
+        axis += 1
+    return x, tuple(within)
 
 
 def unblocked(y: jax.Array, shape: Sequence[int], tiles: Sequence[Tile]) -> jax.Array:
     """The inverse of `blocked`, without its padding."""
-    full = tuple(n + -n % (t or 1) for n, t in zip(shape, tiles, strict=True))
-    y = y.reshape(full)
-    if full == tuple(shape):
+    for axis, t in enumerate(tiles):
+        if t is not None and t != 1:
+            y = y.reshape(*y.shape[:axis], y.shape[axis] * t, *y.shape[axis + 2 :])
+    if y.shape == tuple(shape):
         return y
     return y[tuple(slice(n) for n in shape)]
 

@@ -119,6 +119,19 @@ def test_attention_and_files_refuse(tmp_path):
 
 
 @pytest.mark.finding(4)
+@pytest.mark.parametrize(
+    "use",
+    [fb.dequantize, lambda q: q.T, fb.transparent(lambda w: jnp.ones(32) @ w)],
+    ids=["dequantize", "transpose", "product"],
+)
+@pytest.mark.parametrize("axis", [1, 2])
+def test_vmap_over_another_axis_than_the_first_is_refused(use, axis):
+    """The scheme's axes are counted from the last, and cannot know that one of them is gone."""
+    q = fb.quantize(jnp.ones((32, 32, 32)), "int4_g32", axis=0)
+    with pytest.raises(fb.QuantError, match=r"so does jax\.vmap with in_axes=0|a tile is given on axis -3, but the array has 2 axes"):
+        jax.vmap(use, in_axes=axis)(q)
+
+
 def test_under_jit_vmap_and_scan_what_is_valid_stays_so():
     stacked = fb.quantize(jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, 64)), jnp.float32), "int4_g32")
     dense = fb.dequantize(stacked)

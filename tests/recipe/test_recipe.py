@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
 import fewbit as fb
@@ -57,7 +58,7 @@ def test_files(tmp_path):
         (lambda: fb.recipe(None), "a recipe is a name, a JSON file or form, or a Recipe, not None"),
         (lambda: fb.recipe({"rule": []}), r"no field 'rule'; did you mean 'rules'"),
         (lambda: fb.recipe({"rules": {}}), r"rules is {}; expected array"),
-        (lambda: fb.recipe({"rules": []}), r"rules is \[\]; expected array of length >= 1"),
+        (lambda: fb.recipe({"rules": []}), "recipe .recipe. has no rules"),
         (lambda: fb.recipe({"rules": [{"path": ".*"}]}), r"rules\[0\] lacks the field 'policy'"),
         (lambda: fb.recipe({"rules": [{"path": ".*", "policy": None, "op": []}]}), r"did you mean 'ops'"),
         (
@@ -81,3 +82,11 @@ def test_rules_match_whole_paths():
     only = fb.Rule(".*", "nf4", ops=("take",))
     assert only.matches("embed", ("take", "dot_general"), fb.Role.EMBEDDING)
     assert not only.matches("w", ("dot_general",))
+
+
+def test_a_recipe_of_rules_for_products_alone_leaves_parameters_as_they_are():
+    recipe = fb.Recipe((), products=(fb.Rule(".*", fb.Policy("int8", "int8")),))
+    assert fb.Recipe.from_json(recipe.to_json()) == recipe
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+    trained = fb.train(lambda p, x: (x @ x.T) @ p, recipe)(jnp.eye(4), x)
+    assert 0 < jnp.max(jnp.abs(trained - x @ x.T)) < 0.02

@@ -176,7 +176,6 @@ def test_the_check_itself_finds_errors():
     assert errors({"rules": [rule]}, SCHEMA) == []
     for wrong in (
         {},
-        {"rules": []},
         {"rules": [{"path": ".*"}]},
         {"rules": [rule | {"ops": ["dot"]}]},
         {"rules": [rule | {"axis": 1.5}]},

@@ -125,6 +125,34 @@ def test_a_step_on_a_mesh_is_that_of_one_device(layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("weight", [P(), P("data")], ids=["replicated", "gathered"])
+def test_random_numbers_and_histories_are_equal_along_mesh_axes_that_nothing_uses(kind, weight):
+    mesh = jax.make_mesh((2, 2), ("data", "spare"), axis_types=(kind, kind), devices=jax.devices()[:4])
+    x, w = (np.random.default_rng(i).standard_normal((64, 64)).astype(np.float32) for i in range(2))
+
+    def fn(params: Params, x: jax.Array) -> jax.Array:
+        def body(w: jax.Array, x: jax.Array) -> jax.Array:
+            if weight != P():
+                w = jax.lax.all_gather(w, "data", tiled=True)
+            return jax.lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "data")
+
+        return jax.shard_map(body, mesh=mesh, in_specs=(weight, P("data")), out_specs=P())(params["w"], x)
+
+    params, x = {"w": placed(w, mesh, weight)}, placed(x, mesh, P("data"))
+    rounding = fb.Arm("int8", operand="int8", rounding="stochastic", hadamard=16)
+    trained = fb.train(fn, fb.Recipe((fb.Rule("w", fb.Policy("int8", "int8", drhs=rounding)),)))
+    key = jax.random.key(0)
+    found, wanted = (jax.jit(jax.grad(f))(params, x, **more)["w"] for f, more in ((trained, {"key": key}), (fn, {})))
+    assert jnp.linalg.norm(found - wanted) < 0.15 * jnp.linalg.norm(wanted)
+
+    recipe = fb.Recipe((fb.Rule("w", fb.Policy("fp8_tensor", "fp8_tensor", delayed=fb.DelayedScaling(4))),))
+    state = fb.delayed_state(fn, params, x, recipe=recipe)
+    seen = jax.jit(jax.grad(lambda s: fb.train(fn, recipe)(params, x, delayed=s)))(state).products["w"]
+    assert (seen.weight.scale, seen.activation.scale) == (np.abs(w).max(), np.abs(x).max())
+
+
+@pytest.mark.slow
 def test_a_constraint_that_cuts_tiles_moves_floats():
     """Eight devices with 16 rows each of tiles of 32: the codes cannot be moved, and the product is still that of the policy."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))

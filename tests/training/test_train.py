@@ -1,6 +1,7 @@
 """`fb.train`: unchanged code whose products follow a recipe, and what was trained is what is served."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -284,6 +285,62 @@ def test_keys():
     one, other = (gradient(X, jax.random.key(i)) for i in (0, 1))
     assert not np.array_equal(one, other)
     assert np.array_equal(one, gradient(X, jax.random.key(0)))
+
+
+def test_an_argument_that_fn_and_train_both_have_is_refused_by_name():
+    def noisy(w, x, key=None, scale=1.0):
+        return layer(w, x) + scale * jax.random.normal(key, (8, 16))
+
+    key, fn = jax.random.key(3), fb.train(noisy, recipe(INT8))
+    with pytest.raises(fb.QuantError, match=r"the function takes key= and so does fb\.train"):
+        fn(PARAMS, X, key=key)
+    noise = jax.random.normal(key, (8, 16))
+    np.testing.assert_allclose(fn(PARAMS, X, key, key=jax.random.key(0)) - fn(PARAMS, X, key, scale=0.0), noise, atol=1e-5)
+
+
+def test_a_trained_function_is_presented_as_the_function():
+    def scaled(w, x, squared: bool, /, *, power=2):
+        """Some text."""
+        return layer(w, x) ** (power if squared else 1)
+
+    fn = fb.train(scaled, recipe(INT8))
+    assert (fn.__name__, fn.__doc__, fn.__module__) == ("scaled", "Some text.", __name__)
+    assert str(inspect.signature(fn)) == "(w, x, squared: bool, /, *, power=2, key=None, delayed=None, sparsity=None)"
+    static = jax.jit(lambda w, x, squared: fn(w, x, squared), static_argnames="squared")
+    np.testing.assert_allclose(static(PARAMS, X, True), static(PARAMS, X, False) ** 2, rtol=1e-5)
+
+    def named(w, x, squared):
+        return layer(w, x) ** (2 if squared else 1)
+
+    for wrapper in (fb.train(named, recipe(INT8)), fb.transparent(named)):
+        jax.jit(wrapper, static_argnames="squared")(PARAMS, X, True)
+
+
+@pytest.mark.parametrize("policy", [fb.Policy("int8"), INT8, fb.Policy("int8", "int8", dlhs=fb.Arm("int8", operand="int8"))])
+def test_second_derivatives_are_refused(policy):
+    """The derivative of rounding is zero almost everywhere, so they would be those of the scales alone."""
+    fn = fb.train(lambda w, x: jnp.sum(jnp.sin(layer(w, x))), recipe(policy))
+    of_x = jax.grad(fn, argnums=1)
+    for second in (
+        lambda w: jax.hessian(fn)(w, X),
+        jax.grad(lambda w: jnp.sum(of_x(w, X) ** 2)),
+        jax.jit(jax.grad(lambda w: jax.lax.scan(lambda c, x: (c + jnp.sum(of_x(w, x) ** 2), None), 0.0, X[None])[0])),
+    ):
+        with pytest.raises(fb.UnsupportedError, match="the gradients of a product under a policy have no derivative"):
+            second(PARAMS)
+
+
+def test_gradients_in_loops_and_of_what_follows_them_are_first_derivatives():
+    fn = fb.train(lambda w, x: jnp.sum(jnp.sin(layer(w, x))), recipe(fb.Policy("int8")))
+    by_loss = jax.grad(lambda factor: jnp.sum(jax.grad(lambda w: factor * fn(w, X))(PARAMS)["in"]))
+    np.testing.assert_allclose(by_loss(2.0), jnp.sum(jax.grad(fn)(PARAMS, X)["in"]), rtol=1e-5)
+
+    def steps(w, x):
+        step = jax.checkpoint(lambda total, _: (total + fn(w, x + total), None))
+        return jax.lax.scan(step, 0.0, None, length=3)[0]
+
+    one, other = jax.grad(steps)(PARAMS, X), jax.grad(jax.jit(steps))(PARAMS, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), one, other)
 
 
 def test_errors_of_gradients_name_the_parameter():

@@ -97,6 +97,10 @@ class QArray:
         """The shape of the dequantized array."""
         shape = list(self.codes.shape)
         axis = self.scheme.pack_axis
+        if -axis > len(shape):
+            from .validity import refuse_invalid  # it needs this class
+
+            refuse_invalid(self)
         shape[axis] = code_capacity(shape[axis], self.scheme.format.bits) - self.slack
         return tuple(shape)
 

@@ -15,6 +15,7 @@ from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid
 from ..errors import QuantError, UnsupportedError
 from ..formats.e8m0 import E8M0
 from ..formats.format import AbstractFormat, power_of_two, quotient, settled
+from .explicit_mesh import explicit_sharding
 from .packing import code_capacity, pack, packed_length, unpack
 from .qarray import QArray
 from .scales import unsaturated
@@ -346,7 +347,10 @@ def _largest_finite(x: Array) -> Array:
         magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x))
         return jnp.max(magnitude, axis=-1, keepdims=True)
 
-    rows = jax.lax.cond(is_finite, lambda x, rows: rows, lambda x, rows: carefully(x), x, rows)
+    if explicit_sharding(x) is not None:  # vmap of cond fails there
+        rows = carefully(x)
+    else:
+        rows = jax.lax.cond(is_finite, lambda x, rows: rows, lambda x, rows: carefully(x), x, rows)
     return jnp.max(rows, keepdims=True)
 
 
@@ -437,7 +441,9 @@ def _expanded(q: QArray, values: Array, but: int | None) -> Array:
     """One value per tile, repeated along the tiles of all axes but one."""
     for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, values.shape, strict=True)):
         if axis != but and count > 1 and tile is not None and tile > 1:
-            values = jax.lax.slice_in_dim(jnp.repeat(values, tile, axis=axis), 0, length, axis=axis)
+            before, after = values.shape[:axis], values.shape[axis + 1 :]
+            copies = jnp.broadcast_to(jnp.expand_dims(values, axis + 1), (*before, count, tile, *after))
+            values = jax.lax.slice_in_dim(copies.reshape(*before, count * tile, *after), 0, length, axis=axis)
     return values
 
 
@@ -472,7 +478,7 @@ def stored_factors(holder: AbstractFormat | np.dtype, stored: Array) -> tuple[Ar
         return (ScaleStore(holder).loaded(stored),)
     code = stored.astype(jnp.int32)
     half = (code - 127) // 2
-    low = jnp.where(code == 255, jnp.full(code.shape, jnp.nan, jnp.float32), power_of_two(half))
+    low = jnp.where(code == 255, jnp.full_like(code, jnp.nan, jnp.float32), power_of_two(half))
     return low, power_of_two(code - 127 - half)
 
 

@@ -15,6 +15,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ..errors import QuantError
+from .explicit_mesh import explicit_sharding
 from .layout import Axis
 from .packing import codes_per_unit
 from .qarray import QArray, is_qarray
@@ -116,13 +117,10 @@ def logical_sharding(q: QArray) -> Sharding | None:
 
 
 def known_sharding(x: object) -> Sharding | None:
-    """The sharding of an array. That of a tracer is known only on an explicit mesh, else None."""
-    if not isinstance(x, Tracer):
-        return getattr(x, "sharding", None)
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.axis_types and all(t == AxisType.Explicit for t in sharding.mesh.axis_types):
-        return sharding
-    return None
+    """The sharding of an array. That of a tracer is known only over the Explicit axes of a mesh; None without such axes."""
+    if isinstance(x, Tracer):
+        return explicit_sharding(x)
+    return getattr(x, "sharding", None)
 
 
 def refuse_cut_tiles(x: jax.Array, scheme: Scheme) -> None:

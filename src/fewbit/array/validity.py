@@ -27,7 +27,10 @@ def refuse_invalid(q: QArray, what: str = "the QArray") -> None:
         what: how the message names it.
     """
     if reason := misfit(q):
-        raise QuantError(f"{what} is not valid: {reason}; fb.quantize, slices and reshapes of a QArray make valid ones")
+        raise QuantError(
+            f"{what} is not valid: {reason}; fb.quantize, slices and reshapes of a QArray make valid ones, and so does "
+            "jax.vmap with in_axes=0"
+        )
 
 
 def misfit(q: QArray) -> str | None:

@@ -1,6 +1,7 @@
 """Statistics of activations: range, magnitudes and squares of channels, second moments."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._registry import near_names
+from ..array.explicit_mesh import with_auto_axes
 from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import AbstractMeasure, ProductOperand
 from .ranges import AbstractRange, RangeState
@@ -167,7 +169,8 @@ def _sum(x: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
 def _second_moments(vectors: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
     """The sum of `x x^T` over the vectors of each group."""
     if group_sizes is None:
-        return jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest")
+        moments = functools.partial(jnp.einsum, "...tk,...tl->...kl", precision="highest")
+        return with_auto_axes(lambda x: moments(x, x), vectors, reduced=(vectors.ndim - 2, vectors.ndim - 1))
     return jax.lax.ragged_dot_general(vectors, vectors, group_sizes, _BY_GROUP, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -1,11 +1,13 @@
 """Range estimators: amax, min-max, mean, moving average, percentile."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ..array.explicit_mesh import with_auto_axes
 from ..errors import QuantError
 from .ranges import AbstractRange, RangeState, with_unit_axes
 
@@ -102,7 +104,8 @@ class PercentileRange(AbstractRange):
         is_finite = jnp.isfinite(x).all(within, keepdims=True)
         high = jnp.abs(x)
         if within:
-            high = jnp.quantile(high, self.percent / 100, axis=within, keepdims=True)
+            quantile = functools.partial(jnp.quantile, q=self.percent / 100, axis=within, keepdims=True)
+            high = with_auto_axes(quantile, high, reduced=within)
         high = jnp.where(is_finite, high, jnp.inf)
         return -high, high
 

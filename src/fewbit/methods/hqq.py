@@ -86,7 +86,7 @@ class HalfQuadratic(AbstractCalibration):
         shape = tiles.amax.shape
         start = jax.tree.map(lambda end: jnp.broadcast_to(end, shape), (scale, offset))
         splitting = _Splitting(tiles, target, self.settings)
-        infinite = jnp.full(shape, jnp.inf, jnp.float32)
+        infinite = jnp.full_like(tiles.amax, jnp.inf, jnp.float32)
         state = (start, (start, infinite), jnp.float32(self.settings.beta))
         state = jax.lax.fori_loop(0, self.settings.rounds, lambda _, state: splitting.step(*state), state)
         best, _ = splitting.step(*state)[1]

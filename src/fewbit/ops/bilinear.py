@@ -13,15 +13,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, PyTree, UInt32
 
 from ..array.covered import is_covered
+from ..array.explicit_mesh import explicit_sharding
 from ..array.qarray import QArray, is_qarray
 from ..array.quantize import expanded_scale
 from ..array.scheme import Scheme
-from ..array.sharding import known_sharding
-from ..errors import QuantError
+from ..errors import QuantError, UnsupportedError
 from ..formats.format import FORMATS, settled
 from ..formats.integer import Integer
 from ..kernels.qmatmul.code_product import CodeProduct, code_product, refuse_accumulator, side
@@ -161,6 +160,9 @@ def quantized_product(
 
     Returns:
         The product.
+
+    Raises:
+        UnsupportedError: for its second derivative.
     """
 
     def entering(
@@ -182,6 +184,7 @@ def quantized_product(
     def forward(
         lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, prequantized: PyTree
     ) -> PyTree:
+        lhs, rhs = _differentiated_once((lhs, rhs))
         left, right = entering(lhs, rhs, scales, prequantized)
         kept = _residual(config, lhs, left, True), _residual(config, rhs, right, False)
         forms = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
@@ -200,6 +203,24 @@ def quantized_product(
 
     product.defvjp(forward, backward)
     return product(lhs, rhs, key, extra, config.scales, config.prequantized)
+
+
+def _differentiated_once(operands: PyTree) -> PyTree:
+    """The operands of a product or of its gradient, which have no further derivative: that of rounding would be zero."""
+    return jax.tree.map(lambda x: _once(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, operands)
+
+
+@jax.custom_jvp
+def _once(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_once.defjvp
+def _twice(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    raise UnsupportedError(
+        "the gradients of a product under a policy have no derivative, for they take rounding for the identity; take second "
+        "derivatives of the function of float parameters"
+    )
 
 
 def _entering(
@@ -247,11 +268,9 @@ def _residual(config: ProductConfig, x: ArrayOrQArray, entered: ArrayOrQArray, i
 
 
 def _form(x: ArrayOrQArray) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an operand, and its sharding on an explicit mesh."""
-    sharding = x.sharding if is_qarray(x) else known_sharding(x)
-    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    """The shape and dtype of an operand, and its sharding over Explicit axes of a mesh."""
+    leaf = x.codes if isinstance(x, QArray) else x  # codes have the axes of the array
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=explicit_sharding(leaf))
 
 
 def _operand_gradient(
@@ -303,6 +322,7 @@ def _quantized_gradient(
     where: str,
 ) -> jax.Array:
     """The gradient of one operand from the quantized incoming gradient. `where` begins the messages of errors."""
+    g = _differentiated_once(g)
     axes, other_axes = bilinear.contracted_backward(is_left)
     if arm.tiled_axis == "first":
         axes, other_axes = axes[::-1], other_axes[::-1]

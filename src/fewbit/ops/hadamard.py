@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
 
+from ..array.explicit_mesh import with_auto_axes
 from ..errors import QuantError
 
 _RADIX = 16
@@ -167,20 +168,22 @@ def rotated(
 
     Reference: Tseng et al., QuIP#, arXiv 2402.04396; NVIDIA, arXiv 2509.25149 (NVFP4 training), which takes 16 rows.
     """
-    length = a.shape[a_axis]
+    rotate = functools.partial(_rotated, rows=rows)
+    along_a, along_b = functools.partial(rotate, axis=a_axis), functools.partial(rotate, axis=b_axis)
+    return with_auto_axes(along_a, a, words), with_auto_axes(along_b, b, words)
+
+
+def _rotated(x: Float[Array, "..."], words: UInt32[Array, " w"], *, rows: int, axis: int) -> Float[Array, "..."]:
+    """Blocks of `rows` elements along an axis, multiplied by the random signs and the Hadamard matrix."""
     place = np.arange(rows)
     bits = (words[place // 32] >> (place % 32).astype(np.uint32)) & 1
     signs = 1 - 2 * bits.astype(jnp.float32)
     rotation = signs[:, None] * hadamard(rows)
-
-    def rotate(x: jax.Array, axis: int) -> jax.Array:
-        before, after = math.prod(x.shape[:axis]), math.prod(x.shape[axis:][1:])
-        runs = x.astype(jnp.float32).reshape(before * length // rows, rows, after)  # [B, rows, N]
-        if after == 1:
-            product = jnp.matmul(runs[..., 0], rotation, precision=jax.lax.Precision.HIGHEST)
-        else:  # a batched product needs no transpose of x
-            repeated = jnp.broadcast_to(rotation.T, (len(runs), rows, rows))
-            product = jnp.matmul(repeated, runs, precision=jax.lax.Precision.HIGHEST)
-        return product.reshape(x.shape)
-
-    return rotate(a, a_axis), rotate(b, b_axis)
+    length, before, after = x.shape[axis], math.prod(x.shape[:axis]), math.prod(x.shape[axis:][1:])
+    runs = x.astype(jnp.float32).reshape(before * length // rows, rows, after)  # [B, rows, N]
+    if after == 1:
+        product = jnp.matmul(runs[..., 0], rotation, precision=jax.lax.Precision.HIGHEST)
+    else:  # a batched product needs no transpose of x
+        repeated = jnp.broadcast_to(rotation.T, (len(runs), rows, rows))
+        product = jnp.matmul(repeated, runs, precision=jax.lax.Precision.HIGHEST)
+    return product.reshape(x.shape)

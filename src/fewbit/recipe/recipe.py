@@ -5,9 +5,7 @@ import difflib
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypeAlias
-
-import msgspec
+from typing import Any, Self, TypeAlias
 
 from .._json import checked, converted, file_text, form_of, parsed, schema_document
 from .._registry import Registry
@@ -28,7 +26,7 @@ class Recipe:
         name: its name in reports.
         description: one line: what it does, and which system's numerics it follows.
         products: rules for products without a parameter, such as attention's; their paths match the products' names in the
-            plan. A product that none matches stays in floating point.
+            plan. A product that none matches stays in floating point. A recipe has a rule or a product's rule.
 
     >>> print(Recipe((Rule("embed", None), Rule(".*", "nf4"))))
     recipe
@@ -42,7 +40,7 @@ class Recipe:
     products: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.rules:
+        if not self.rules and not self.products:
             raise QuantError(f"recipe {self.name!r} has no rules")
         object.__setattr__(self, "rules", tuple(self.rules))
         object.__setattr__(self, "products", tuple(self.products))
@@ -93,7 +91,7 @@ def _rule(form: Mapping[str, Any], place: str) -> Rule:
 RecipeLike: TypeAlias = str | os.PathLike | Recipe | Mapping[str, Any]
 """What `fb.recipe` takes."""
 
-RECIPE = form_of(Recipe, rules=Annotated[list[RULE], msgspec.Meta(min_length=1)], products=list[RULE])
+RECIPE = form_of(Recipe, rules=list[RULE], products=list[RULE])
 """The JSON schema of a recipe."""
 
 

@@ -94,7 +94,7 @@ class Sparsity:
         Args:
             w: the weights; their shape counts.
         """
-        return SparsityState(jnp.ones(jnp.shape(w), jnp.bool_), jnp.zeros((), jnp.int32))
+        return SparsityState(jnp.ones_like(w, jnp.bool_), jnp.zeros((), jnp.int32))
 
     def update(self, state: SparsityState, w: Float[Array, "*s"], step: Int[ArrayLike, ""] | None = None) -> SparsityState:
         """The state after one step, with a new mask where the schedule has one.

@@ -70,7 +70,7 @@ def fake_quant(
     constant, scale, offset = jax.lax.stop_gradient((x, scale, offset))
     q = quantize(constant, scheme, axis=axis, key=key, scale=scale, offset=offset)
     x = jnp.asarray(x)
-    is_passed = jnp.ones(q.shape, jnp.bool_)
+    is_passed = jnp.ones_like(x, jnp.bool_)
     if gradient == "clipped":
         is_passed = is_covered(jax.lax.stop_gradient(x), q)
     value = dequantize(q)

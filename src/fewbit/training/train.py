@@ -1,14 +1,17 @@
 """Quantization-aware and fully quantized training of unchanged code."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from .._wrapping import presented_as, signature_of
 from ..array import scheme
 from ..array.scheme import Scheme
+from ..errors import QuantError
 from ..ops.interpret.parameter_uses import parameter_paths, with_leaves
 from ..ops.interpret.traced import Traced, array_leaves
 from ..ops.interpret.transparent import Decoded, evaluate, evaluator
@@ -22,6 +25,7 @@ from .delayed_state import DelayedState, step_scales
 from .model_sparsity import ModelSparsity, masked
 
 R = TypeVar("R")
+_KEYWORDS = ("key", "delayed", "sparsity")
 
 
 def train(
@@ -57,12 +61,13 @@ def train(
         `fn` with three more arguments. `key=`: a JAX random key, required when a policy rounds stochastically or rotates;
         use a new one for each step. `delayed=`: the state of `fb.delayed_state`, required for delayed scaling; its gradient
         has the amax of the step, for `delayed.advance`. `sparsity=`: the state of `fb.sparsity_state`, updated for this
-        step, required when a rule has a sparsity.
+        step, required when a rule has a sparsity. A function with an argument of one of these names gets its own by position.
 
     Raises:
         QuantError: when a rule that is not optional matches nothing; for a parameter that `fb.plan` refuses, because its
             uses want tiles along different axes and its rule names none; when `delayed` or `sparsity` is required and
-            missing or for other parameters; in the backward pass when a policy needs a key and there is none.
+            missing or for other parameters; for one of the three if the function takes an argument of that name and does not
+            get it by position; in the backward pass when a policy needs a key and there is none.
         UnsupportedError: for a product without a parameter that has a policy, or a parameter with delayed scaling, inside a
             function with its own derivative rule (`custom_jvp`, `custom_vjp`).
 
@@ -77,7 +82,7 @@ def train(
     resolved, exchanged = as_recipe(recipe), None
     if reduction is not None:
         exchanged = scheme(reduction)
-    interpreter = evaluator("dequantize", report)
+    interpreter, signature = evaluator("dequantize", report), signature_of(fn)
 
     def trained(
         params: PyTree,
@@ -87,6 +92,7 @@ def train(
         sparsity: ModelSparsity | None = None,
         **kwargs: object,
     ) -> R:
+        _check_own_keywords(signature, (params, *args), {"key": key, "delayed": delayed, "sparsity": sparsity})
         traced = Traced.of(fn, (params, *args), kwargs)
         found = Resolution.of_traced(resolved, traced, params)
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
@@ -102,9 +108,20 @@ def train(
         result: R = evaluate(interpreter, traced, array_leaves(((latents, *args), kwargs)), chosen)
         return result
 
-    trained.__name__ = getattr(fn, "__name__", "trained")
-    trained.__doc__ = fn.__doc__
+    presented_as(fn, trained, keywords=_KEYWORDS)
     return trained
+
+
+def _check_own_keywords(signature: inspect.Signature | None, args: Sequence[PyTree], passed: Mapping[str, object]) -> None:
+    """Refuses a keyword argument that the function takes, too: it would not get it."""
+    for name, value in passed.items():
+        if signature is None or value is None or name not in signature.parameters:
+            continue
+        if name not in signature.bind_partial(*args).arguments:
+            raise QuantError(
+                f"the function takes {name}= and so does fb.train, so it is unclear whose it is; pass the function's by position, "
+                f"or train a function in which it has another name: lambda params, x, own: fn(params, x, {name}=own)"
+            )
 
 
 def _latents(

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..array.qarray import QArray
 from ..calibration.measure import Observation
 from ..errors import QuantError
+from ..evaluate.metrics import sqnr_db
 from ..io.journal import Journal
 from ..io.parts import FinishedParts
 from ..methods.scaling import AbstractScaling
@@ -23,7 +24,7 @@ from .methods.calibration_data import CalibrationData
 from .methods.experts import ExpertTokens
 from .methods.folding import scaled_model, scaled_paths
 from .methods.importance_file import ImportanceFile
-from .model import Model, Value
+from .model import Model, Value, decoded
 from .tensors import Outcome, TensorResult, quantized_tensors
 
 
@@ -138,11 +139,15 @@ def quantize(
             for value, result in quantized_tensors(
                 source, plan, fused, calibrated, method, observed=observed, finished=finished, tokens=tokens, scaled=scaled
             ):
-                if to == "hf" and isinstance(value, QArray):  # it is written as bfloat16
-                    result = dataclasses.replace(result, bytes_after=2 * value.size)
+                if to == "hf" and isinstance(value, QArray):
+                    value = representable(to, value)
+                    sqnr = sqnr_db(decoded(model.load(result.path)), value)
+                    result = dataclasses.replace(result, sqnr_db=sqnr, bytes_after=value.nbytes)
+                elif result.is_quantized:
+                    value = representable(to, value)
                 needed = {result.path, *(row.path for row in fused.get(result.path, ()))} & set(sources)
                 journal.note({"row": result.to_json(), "sources": {path: sources[path] for path in needed}})
-                yield result.path, representable(to, value) if result.is_quantized else value
+                yield result.path, value
                 results[result.path] = result
                 if on_tensor is not None:
                     on_tensor(result)

@@ -8,8 +8,10 @@ import pytest
 import fewbit as fb
 from fewbit import io, workflows
 from fewbit.errors import QuantError, UnsupportedError
+from fewbit.evaluate.metrics import sqnr_db
 from fewbit.io.containers import reader, registry
 from fewbit.workflows.convert import targets
+from fewbit.workflows.tensors import worst
 from tests.io.containers.simple import Simple
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
@@ -36,9 +38,16 @@ def test_a_quantized_model_keeps_its_names_config_and_files(tmp_path):
     )
     again = workflows.load(out)
     assert again.config == model.config and again.tokenizer is not None
-    decoded = workflows.quantize(again, workflows.plan_model(again, recipe="keep"), tmp_path / "b", to="hf").path
+    outcome = workflows.quantize(again, workflows.plan_model(again, recipe="keep"), tmp_path / "b", to="hf")
+    decoded = outcome.path
     expected = np.asarray(fb.dequantize(found.tensors[name])).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(io.read(decoded).tensors[name], expected)
+    result = next(one for one in outcome.tensors if again.names[one.path] == name)  # bfloat16 has lost something, too
+    assert result.sqnr_db == sqnr_db(fb.dequantize(found.tensors[name]), expected) < 60
+    assert result in worst(outcome.tensors) and result.bytes_after == expected.nbytes
+    direct = workflows.quantize(model, plan, tmp_path / "d", to="hf").tensors
+    written = io.read(tmp_path / "d").tensors[name]
+    assert next(one.sqnr_db for one in direct if one.path == result.path) == sqnr_db(source.tensors[name], written)
 
 
 @needs_tokenizers

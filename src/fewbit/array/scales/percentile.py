@@ -3,9 +3,11 @@
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from ...errors import QuantError
+from ..explicit_mesh import with_auto_axes
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
 
 
@@ -31,11 +33,16 @@ class Percentile(AbstractCalibration):
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         x = tiles.padded(tiles.x, jnp.nan)
         fraction = self.percent / 100
+
+        def quantile(x: jax.Array, at: float) -> jax.Array:
+            return with_auto_axes(
+                lambda x: jnp.nanquantile(x, at, axis=tiles.within, keepdims=True), x, reduced=tiles.within
+            )
+
         if not target.asymmetric:
-            high = jnp.nanquantile(jnp.abs(x), fraction, axis=tiles.within, keepdims=True)
+            high = quantile(jnp.abs(x), fraction)
             return symmetric_or_range(-high, high, target)
-        low = jnp.nanquantile(x, (1 - fraction) / 2, axis=tiles.within, keepdims=True)
-        high = jnp.nanquantile(x, (1 + fraction) / 2, axis=tiles.within, keepdims=True)
+        low, high = quantile(x, (1 - fraction) / 2), quantile(x, (1 + fraction) / 2)
         return symmetric_or_range(jnp.minimum(low, 0), jnp.maximum(high, 0), target)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from ...array.qarray import QArray
+from ...array.validity import refuse_invalid
 from .proxy import is_proxy, is_proxy_type
 
 _ARRAYS = (np.ndarray, np.generic, jax.Array)
@@ -60,7 +61,8 @@ class Traced:
             outputs, out_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
             return outputs
 
-        closed = jax.make_jaxpr(flat)(*map(abstract, [leaves[place] for place in places]))
+        with jax.disable_jit(False):  # else loops would be traced iteration by iteration
+            closed = jax.make_jaxpr(flat)(*map(abstract, [leaves[place] for place in places]))
         first, positional = (bisect.bisect_left(places, end) for end in ends)
         return cls(closed, first, positional, out_tree)
 
@@ -74,6 +76,7 @@ def abstract(leaf: Any) -> Any:
     """The shape, dtype and sharding of a leaf, for a trace. Of a proxy they are those of the array that it replaces."""
     array = leaf
     if isinstance(leaf, QArray):
+        refuse_invalid(leaf, "a QArray of the arguments")
         array = leaf.codes  # they have the axes of the array
     elif is_proxy(leaf):
         array = jax.tree.leaves(leaf)[0]

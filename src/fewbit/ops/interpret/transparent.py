@@ -14,6 +14,7 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from ..._wrapping import presented_as
 from ...errors import QuantError, UnsupportedError
 from ..qat import rules as qat_rules  # noqa: F401 - it fills the rules of Latents
 from ..qat.latent import Latent
@@ -80,8 +81,7 @@ def evaluated(
         result: R = evaluate(interpreter, Traced.of(fn, args, kwargs), values)
         return result
 
-    wrapped.__name__ = getattr(fn, "__name__", "transparent")
-    wrapped.__doc__ = fn.__doc__
+    presented_as(fn, wrapped)
     return wrapped
 
 

@@ -130,7 +130,7 @@ class Latent(ArrayProxy):
             scales = copies(scales, math.prod(mesh[name] for name in others))
         specs = Latent(
             spec,
-            PartitionSpec(tuple(mesh)),
+            PartitionSpec(tuple(mesh) or None),
             self.policy,
             PartitionSpec(others or None, *along),
             spec,

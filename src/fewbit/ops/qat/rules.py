@@ -66,7 +66,7 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
             scales = _scales_after(eqn, one, values)
             results.append(dataclasses.replace(one, value=out, scales=scales, served=tiles, prequantized=q))
         else:  # it had to be decoded: the values it had, straight-through
-            results.append(passed_through(out, q, jnp.ones(q.shape, jnp.bool_)))
+            results.append(passed_through(out, q, jnp.ones_like(out, jnp.bool_)))
     return results
 
 
@@ -168,7 +168,7 @@ def _looked_up(latent: Latent, eqn: jex_core.JaxprEqn) -> jax.Array:
     if q is None:
         axis = max(lookup.whole, default=latent.ndim - 1)
         q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))
-    passes = jnp.ones(q.shape, jnp.bool_)
+    passes = jnp.ones_like(fixed, jnp.bool_)
     if latent.policy.clips_gradient and latent.policy.weight.calibration.clips:
         passes = is_covered(fixed, q)
     table = passed_through(latent.value, dequantize(q), passes)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from ..._wrapping import presented_as
 from ...array.qarray import QArray
 from ...errors import QuantError
 from ...ops.interpret.evaluator import Decoded
@@ -83,8 +84,7 @@ def apply(
 
         return inner(with_adapters(params, adapters, with_adapter), *args, **kwargs)
 
-    adapted.__name__ = getattr(fn, "__name__", "adapted")
-    adapted.__doc__ = fn.__doc__
+    presented_as(fn, adapted, second="adapters", keywords=("dropout_key",))
     return adapted
 
 

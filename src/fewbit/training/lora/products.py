@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jaxtyping import Array
 
+from ...array.explicit_mesh import explicit_sharding
 from ...ops.interpret.evaluator import Evaluator, NoRuleError, Rule
 from ...ops.interpret.proxy import ArrayProxy, is_proxy
 from ...ops.ragged import PLAIN
@@ -48,7 +49,10 @@ def _dropped(x: Array, w: "Adapted") -> Array:
     if w.keys is None:
         return x
     is_kept = jax.random.bernoulli(w.keys.reshape(-1)[0], 1 - w.dropout, x.shape)
-    return jnp.where(is_kept, x / (1 - w.dropout), jnp.zeros_like(x))
+    if sharding := explicit_sharding(x):
+        is_kept = jax.reshard(is_kept, sharding)
+    scaled = x / (1 - w.dropout)
+    return jnp.where(is_kept, scaled, jnp.zeros_like(scaled))
 
 
 def _dot(x: Array, w: "Adapted", values: list[Any], params: Mapping[str, Any], is_right: bool) -> Array:

@@ -178,11 +178,7 @@ def write_tensors(to: str, job: Job, tensors: Callable[[frozenset[str]], Values]
     writer, names = _writer(to, job), {path: job.model.names.get(path, path) for path in job.model.info}
     with writer:
         for path, value in tensors(frozenset(path for path, name in names.items() if name in writer.finished)):
-            name = names[path]
-            if to == "hf" and isinstance(value, QArray):
-                writer.add(name, np.asarray(decoded(value)).astype(ml_dtypes.bfloat16))
-            else:
-                writer.add(name, value)
+            writer.add(names[path], value)
     return writer.path
 
 
@@ -235,7 +231,9 @@ def fused_modules(to: str) -> tuple[tuple[str, ...], ...]:
 
 
 def representable(to: str, value: Value) -> Value:
-    """A parameter that was just quantized, with scales that a target can express."""
+    """A parameter that was just quantized, with scales that a target can express; for "hf" in bfloat16."""
+    if to == "hf" and isinstance(value, QArray):
+        return np.asarray(decoded(value)).astype(ml_dtypes.bfloat16)
     if to in (one.name for one in CONTAINERS) and isinstance(value, QArray):
         return container(to).representable(value)
     return value

@@ -137,7 +137,9 @@ def best_stored(tiles: Tiles, target: Target) -> jax.Array:
     first, last = proven or (np.arange(len(grid)), last_useful_scale(fmt, holder))
     first, last = (looked_up(ends.astype(np.int32), ceiling) for ends in (first, last))
     best = scale_at(ceiling), trials.error(scale_at(ceiling))
-    best = jax.lax.fori_loop(0, jnp.max(last - first) + 1, lambda i, best: trials.better(scale_at(first + i), best), best)
+    count = jnp.max(last - first) + 1
+    start = jnp.zeros_like(count)  # unlike 0, it is on the mesh of x, which vmap needs
+    best = jax.lax.fori_loop(start, count, lambda i, best: trials.better(scale_at(first + i), best), best)
     if proven is None:
         best = trials.lowered(lambda step: scale_at(ceiling - step), jnp.max(ceiling), best)
     return jnp.where(amax > 0, best[0], jnp.zeros_like(best[0]))

@@ -5,7 +5,7 @@ of a whole axis is first repeated for every shard.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ from jax.extend import core as jex_core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from ....array.explicit_mesh import explicit_sharding
 from ....array.leaves import with_leaves
 from ....array.qarray import QArray, is_qarray
-from ....array.sharding import axis_names, known_sharding, placement, spec_entries
+from ....array.sharding import AnyMesh, axis_names, placement, spec_entries
 from ....errors import QuantError
 from ..evaluator import Evaluator, Rule
 from ..proxy import ArrayProxy, NoRuleError
@@ -107,15 +108,29 @@ def sharded_ready(q: QArray, spec: PartitionSpec, mesh: Mapping[str, int]) -> QA
         parts = math.prod(mesh[name] for name in axis_names(entry))
         if parts > 1:
             q = _cut_ready(q, axis, parts)
-    return jax.tree.map(lambda leaf: _on_explicit_axes(leaf, spec), q)
+    return jax.tree.map(lambda leaf: _on_explicit_axes(leaf, spec, mesh), q)
 
 
-def _on_explicit_axes(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The leaf by the spec where `shard_map` demands it: on a mesh with explicit axes."""
-    sharding = known_sharding(leaf)
-    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+def _on_explicit_axes(leaf: jax.Array, spec: PartitionSpec, manual: Iterable[str], mesh: AnyMesh | None = None) -> jax.Array:
+    """The leaf by the spec where `shard_map` demands it: on a mesh with explicit axes. Other axes than `manual` stay.
+
+    `mesh` is that of a leaf on none.
+    """
+    sharding = explicit_sharding(leaf)
+    if sharding is None and mesh is not None and AxisType.Explicit in mesh.axis_types:
+        sharding = NamedSharding(mesh, PartitionSpec())
+    if sharding is None:
         return leaf
-    return jax.reshard(leaf, NamedSharding(sharding.mesh, spec))
+    before, after = spec_entries(sharding.spec, leaf.ndim), spec_entries(spec, leaf.ndim)
+    entries = [
+        (*axis_names(entry), *(name for name in axis_names(old) if name not in manual))
+        for old, entry in zip(before, after, strict=True)
+    ]
+    return jax.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*(names or None for names in entries))))
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def _cut_ready(q: QArray, axis: int, parts: int) -> QArray:
@@ -167,10 +182,18 @@ def _shard_map(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) 
     params = eqn.params
     mesh, names = params["mesh"], set(params["newly_manual_axes"])
     lengths = {name: mesh.shape[name] for name in mesh.axis_names if name in names}
+    varying = lengths
+    if params["check_vma"]:  # then results are known to be equal along mesh axes that no operand has
+        used = {name for spec in params["in_specs"] for entry in spec for name in axis_names(entry)}
+        varying = {name: length for name, length in lengths.items() if name in used}
+
+    def placed(spec: PartitionSpec, part: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: _on_explicit_axes(leaf, spec, lengths, mesh), part)
 
     def ready(value: PyTree, spec: PartitionSpec) -> tuple[Any, Any]:
         if isinstance(value, ArrayProxy):
-            return value.shards(spec, lengths)
+            proxy, proxy_specs = value.shards(spec, varying)
+            return jax.tree.map(placed, proxy_specs, proxy, is_leaf=_is_spec), proxy_specs
         if isinstance(value, QArray):
             value = sharded_ready(value, spec, lengths)
         return value, spec
