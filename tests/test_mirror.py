@@ -107,13 +107,13 @@ SUITES = (
     Suite(
         "training/test_train.py",
         "a parameter in training is what serving quantizes",
-        {"ops/qat": "latent rules serving_quantize"},
+        {"ops/qat": "latent rules"},
     ),
     Suite("training/test_delayed_state.py", "delayed scales in every kind of body", {"ops/qat": "delayed_scales"}),
     Suite(
         "calibration/test_observe.py",
         "what calibration batches show, by parameter",
-        {"calibration": "measure stats", "ops/interpret": "observe offsets"},
+        {"calibration": "measure stats", "ops/interpret": "offsets"},
     ),
     Suite("calibration/test_ranges.py", "every estimator of ranges", {"calibration": "range_rules"}),
     # Recipes and training.

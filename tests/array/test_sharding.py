@@ -193,6 +193,16 @@ def test_a_spec_of_too_many_axes_or_unknown_ones_is_refused():
 # --- trees ---
 
 
+def test_a_named_sharding_on_the_mesh_is_its_spec():
+    q, mesh = fb.quantize(jnp.ones((64, 128)), "nf4"), mesh_of()
+    sharding = NamedSharding(mesh, P(None, mesh.axis_names[0]))
+    found, wanted = (jax.tree.leaves(fb.shardings_of(q, mesh, spec)) for spec in (sharding, sharding.spec))
+    assert found == wanted
+    other = jax.make_mesh((1,), ("alone",), devices=jax.devices()[:1])
+    with pytest.raises(fb.QuantError, match=r"specs has a NamedSharding on .*; pass a PartitionSpec"):
+        fb.shardings_of({"w": q}, other, {"w": sharding})
+
+
 def test_a_tree_of_parameters():
     mesh = mesh_of()
     params = {"a": make("int8"), "b": np.ones(8, np.float32), "c": [make("nf4_dq"), None]}

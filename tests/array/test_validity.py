@@ -128,7 +128,9 @@ def test_attention_and_files_refuse(tmp_path):
 def test_vmap_over_another_axis_than_the_first_is_refused(use, axis):
     """The scheme's axes are counted from the last, and cannot know that one of them is gone."""
     q = fb.quantize(jnp.ones((32, 32, 32)), "int4_g32", axis=0)
-    with pytest.raises(fb.QuantError, match=r"so does jax\.vmap with in_axes=0|a tile is given on axis -3, but the array has 2 axes"):
+    with pytest.raises(
+        fb.QuantError, match=r"so does jax\.vmap with in_axes=0|a tile is given on axis -3, but the array has 2 axes"
+    ):
         jax.vmap(use, in_axes=axis)(q)
 
 

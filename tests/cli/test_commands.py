@@ -185,6 +185,10 @@ def test_a_plan_for_a_number_of_bits(model, tmp_path, monkeypatch):
     assert run_json("plan", model, *budget, *text)["plan"] != run_json("plan", model, *budget)["plan"], "another text"
     found = run_json("plan", model, *budget, "--save", saved)
     assert 6 < found["bits_per_weight"] <= 7
+    seeded = [run_json("plan", model, *budget, "--seed", seed) for seed in (0, 1, 1)]
+    assert seeded[0]["sha256"] == found["sha256"], "the default"
+    assert seeded[1]["sha256"] == seeded[2]["sha256"] != found["sha256"], "labels of another seed, so other estimates"
+    assert "--seed 3 is for --bits" in run("plan", model, "-r", "int8", "--seed", 3, status=2).stderr
     run("quantize", model, "-o", tmp_path / "q", "--plan", saved, "--no-check")
     assert {info.stored for info in io.read(tmp_path / "q").tensors.info.values()} >= {"int8", "int4"}
     assert "--candidates int8 are the schemes of --bits" in run("plan", model, "--candidates", "int8", status=2).stderr

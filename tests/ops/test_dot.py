@@ -215,3 +215,17 @@ def test_a_transpose_before_a_product_moves_no_codes(monkeypatch, is_traced):
     multiplied = (lambda x, q: x @ q.T) if not is_traced else jax.jit(lambda x, q: x @ q.T)
     np.testing.assert_allclose(multiplied(x, q), x @ fb.dequantize(q).T, rtol=1e-5, atol=1e-5)
     assert read == [(8, 64)]
+
+
+@pytest.mark.parametrize("weight", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["float8_e4m3fn", "float8_e5m2", "float16", "int8"])
+def test_operands_of_two_dtypes_have_the_dtype_of_jax_products(activation, weight):
+    """JAX multiplies dtypes that its implicit promotion does not join, such as 8-bit floats and float32."""
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.normal(size=(4, 32)) * 3).astype(activation), jnp.asarray(rng.normal(size=(32, 8))).astype(weight)
+    q = fb.quantize(w, "int8", axis=-2)
+    expected = jax.lax.dot(x, fb.dequantize(q))
+    for y in (fb.transparent(lambda w: jax.lax.dot(x, w))(q), fb.transparent(lambda w: jax.lax.dot(w.T, x.T))(q).T):
+        assert y.dtype == expected.dtype
+        # Half a unit in the last place of a bfloat16 result; the sums of float32 differ by less.
+        np.testing.assert_allclose(y.astype(jnp.float32), expected.astype(jnp.float32), rtol=2**-7, atol=1e-5)

@@ -31,6 +31,25 @@ def test_indices_out_of_bounds_follow_the_mode(table, mode):
     np.testing.assert_array_equal(fb.take(q, ids, 0, mode=mode), jnp.take(fb.dequantize(q), ids, axis=0, mode=mode))
 
 
+@pytest.mark.parametrize("mode", [None, "fill", "clip", "wrap"])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "uint32"])
+def test_indices_of_any_dtype_out_of_bounds(table, dtype, mode):
+    q, largest = fb.quantize(table, "nf4"), np.iinfo(dtype).max
+    ids = jnp.asarray(np.array([0, 49, 50, largest - 1, largest]).astype(dtype))
+    expected = jnp.take(fb.dequantize(q), ids, axis=0, mode=mode)
+    np.testing.assert_array_equal(fb.take(q, ids, 0, mode=mode), expected)
+    if mode is None:
+        np.testing.assert_array_equal(fb.transparent(lambda e: e[ids])(q), fb.dequantize(q)[ids])
+
+
+def test_rows_without_nan_pass_jax_debug_nans(table):
+    q, ids = fb.quantize(table, "int8"), jnp.array([3, 0])
+    with jax.debug_nans(True):
+        assert fb.take(q, ids, 0).shape == fb.transparent(lambda e: e[ids])(q).shape == (2, 64)
+        with pytest.raises(FloatingPointError):
+            fb.take(q, jnp.array([50]), 0)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_arguments_are_named(table):
     q, x = fb.quantize(table, "int8"), jnp.ones((2, 64))

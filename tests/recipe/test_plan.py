@@ -290,6 +290,43 @@ def test_a_plan_refuses_unknown_and_missing_keys():
         fb.Plan.from_json(form)
 
 
+def test_a_plan_with_two_rows_of_one_path_is_refused(params, tmp_path):
+    form = fb.plan(attention, ATTENTION, TOKENS, recipe="int8").to_json()
+    for key, message in (
+        ("rows", r"several rows of parameter 'k'; leave one"),
+        ("products", "several rows of product 'attn'"),
+    ):
+        (tmp_path / "plan.json").write_text(json.dumps(form | {key: [*form[key], form[key][0]]}))
+        with pytest.raises(fb.QuantError, match=r"plan\.json: the plan has " + message):
+            fb.Plan.load(tmp_path / "plan.json")
+
+
+def test_a_random_key_among_the_parameters_is_left_as_it_is():
+    tree, x = (
+        {"w": normal(64, 32), "key": jax.random.key(0), "keys": jax.random.split(jax.random.key(1), (3, 4))},
+        normal(2, 64),
+    )
+
+    def noisy(p, x):
+        return x @ p["w"] + jax.random.normal(p["key"], (2, 32))
+
+    plan = fb.plan(noisy, tree, x, recipe="w8a8")
+    assert plan["key"].reason == "no product contracts it; used by random_bits"
+    assert (plan["keys"].dtype, plan["keys"].bytes_after) == ("key<fry>", 12 * 8)
+    assert fb.Plan.from_json(plan.to_json()) == plan
+    q = fb.quantize_params(tree, plan)
+    assert q["key"] is tree["key"] and fb.is_qarray(q["w"])
+    assert jnp.array_equal(fb.train(noisy, "w8a8")(tree, x), fb.transparent(noisy)(q, x))
+    assert fb.observe(noisy, tree, [x], "w8a8")["w"].range is not None
+    assert fb.lora.init(jax.random.key(2), noisy, tree, x, match="w", rank=2).keys() == {"w"}
+    rules = fb.Recipe((fb.Rule(".*", "int8", axis=-2),))
+    assert fb.plan(None, tree, recipe=rules)["keys"].reason == "key<fry> is not floating"
+    form = plan.to_json()
+    form["rows"][0] |= {"policy": "int8", "axis": [-1]}
+    with pytest.raises(fb.QuantError, match="the plan quantizes or prunes key, which is key<fry>"):
+        fb.Plan.from_json(form)
+
+
 def test_an_axis_that_is_not_there_is_named_as_it_was_given():
     rules = fb.Recipe((fb.Rule("w", fb.Policy("int8"), axis=(5,)),))
     w, net = {"w": jnp.ones((4, 8))}, lambda p, x: x @ p["w"]

@@ -52,3 +52,13 @@ def test_identical_layers_compile_once(monkeypatch):
 def test_statistics_of_two_models_are_not_advised_of_observe():
     with pytest.raises(QuantError, match=r"qep needs statistics of layers/0/w.*only `fewbit quantize --method qep`"):
         observation_of(dataclasses.replace(ROW, ops=("dot_general",)), fb.methods.QEP(), None)
+
+
+def test_layers_at_static_indices_have_no_statistics_of_their_own():
+    def indexed(p, x):
+        return x @ p["w"][0] + x @ p["w"][1]
+
+    stack, x = {"w": jnp.stack([X.T, 2 * X.T])}, jnp.ones((2, 32))
+    stats = fb.observe(indexed, stack, [x], "int4", collect=("hessian",))
+    with pytest.raises(QuantError, match=r"w has \(2,\) layers.*those of all layers together.*Scan over the layers"):
+        fb.quantize_params(stack, fb.plan(indexed, stack, x, recipe="int4"), method=fb.methods.GPTQ(), stats=stats)

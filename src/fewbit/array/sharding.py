@@ -37,7 +37,8 @@ def specs_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
     Args:
         tree: a QArray, or a pytree of arrays and QArrays; leaves may be `jax.ShapeDtypeStruct`.
         mesh: the mesh whose axes the specs name.
-        specs: the PartitionSpec of the (dequantized) array, or a pytree of them, a prefix of `tree`; None replicates.
+        specs: the PartitionSpec of the (dequantized) array, or its NamedSharding on the mesh, or a pytree of them, a prefix of
+            `tree`; None replicates.
 
     Returns:
         A pytree of the structure of `tree`, with a PartitionSpec for every leaf.
@@ -73,7 +74,11 @@ def shardings_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
     (32, 64)
     """
 
-    def below(path: KeyPath, spec: PartitionSpec | None, subtree: PyTree) -> PyTree:
+    def below(path: KeyPath, spec: PartitionSpec | NamedSharding | None, subtree: PyTree) -> PyTree:
+        if isinstance(spec, NamedSharding):
+            if spec.mesh != mesh:
+                raise QuantError(f"specs has a NamedSharding on {spec.mesh}, and mesh is {mesh}; pass a PartitionSpec")
+            spec = spec.spec
         if spec is None:
             spec = PartitionSpec()
         sharding = NamedSharding(mesh, spec)
@@ -81,7 +86,10 @@ def shardings_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
             lambda rest, leaf: placement(leaf, sharding, (*path, *rest)), subtree, is_leaf=is_qarray
         )
 
-    return jax.tree_util.tree_map_with_path(below, specs, tree, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+    def is_spec(x: object) -> bool:
+        return x is None or isinstance(x, PartitionSpec | NamedSharding)
+
+    return jax.tree_util.tree_map_with_path(below, specs, tree, is_leaf=is_spec)
 
 
 def placed(q: QArray, sharding: NamedSharding) -> QArray:

@@ -163,11 +163,25 @@ Seed = Annotated[
     int | None, typer.Option("--seed", min=-MAX_SEED, max=MAX_SEED, help="The seed of the rotation; default 0.")
 ]
 
+BitsSeed = Annotated[
+    int | None,
+    typer.Option("--seed", min=-MAX_SEED, max=MAX_SEED, help="The seed of the labels that --bits draws; default 0."),
+]
+RotationOrBitsSeed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        min=-MAX_SEED,
+        max=MAX_SEED,
+        help="The seed of the rotation, and of the labels that --bits draws; default 0.",
+    ),
+]
 
-def rotation_seed(rotate: bool, seed: int | None) -> int | None:
+
+def rotation_seed(rotate: bool, seed: int | None, bits: float | None = None) -> int | None:
     """The seed of the rotation; None without one."""
     if rotate:
         return seed or 0
-    if seed is not None:
+    if seed is not None and bits is None:
         raise QuantError(f"--seed {seed} is the seed of the rotation; it needs --rotate")
     return None

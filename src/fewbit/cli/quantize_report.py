@@ -225,6 +225,7 @@ def with_bits(
     candidates: str | None,
     chosen: ChosenMethod,
     text: str | None,
+    seed: int,
     to: str = "fewbit",
     out: Path | None = None,
 ) -> Plan:
@@ -255,6 +256,7 @@ def with_bits(
             data.windows,
             method=method,
             calibration=calibration,
+            seed=seed,
             refusals=refused,
             progress=progress,
             out=out,

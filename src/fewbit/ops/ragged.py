@@ -14,7 +14,7 @@ from ..errors import QuantError, UnsupportedError
 from ..kernels.backend import AbstractBackend
 from ..kernels.qmatmul.code_product import CodeProduct, refuse_accumulator
 from ..kernels.qmatmul.dispatch import product as selected_product
-from ..kernels.qmatmul.problem import Operand, Problem
+from ..kernels.qmatmul.problem import Operand, Problem, product_dtype
 from ..kernels.qmatmul.reference import scale_of_rows
 from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, coded_product, floating, quantized_product, weight_only
 from .policy import Policy
@@ -96,7 +96,7 @@ def ragged_dot_general(
     """`jax.lax.ragged_dot_general` for operands that are QArrays, or that a policy quantizes.
 
     Weight-only: the result is JAX's on the decoded operand, for any dimension numbers. A policy is followed for those of
-    `ragged_dot`.
+    `ragged_dot`, and for matrices `[G, N, K]`.
 
     Args:
         lhs: the left operand.
@@ -116,8 +116,7 @@ def ragged_dot_general(
     Raises:
         QuantError: when shapes or `group_sizes` do not match; when operands carry different policies and none is given, or a
             policy needs a key.
-        UnsupportedError: where the named backend cannot compute it, and for a policy with dimension numbers other than
-            those of `ragged_dot`.
+        UnsupportedError: where the named backend cannot compute it, and for a policy with other dimension numbers.
 
     >>> from fewbit.kernels.quantize import quantize
     >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
@@ -131,12 +130,10 @@ def ragged_dot_general(
     extra = (sizes, group_offset)
     if config is None:
         return product.forward(left, right, extra)
-    if numbers != _hashable(PLAIN):
+    if numbers not in (_hashable(PLAIN), _OVER_COLUMNS):
+        remedy = "transpose the operands to [M, K] and [G, K, N] or [G, N, K], or leave the weight unquantized"
         raise UnsupportedError(
-            "ragged_dot_general follows a policy for the dimension numbers of ragged_dot only",
-            {
-                "dimension_numbers": f"{numbers}; transpose the operands to [M, K] and [G, K, N], or leave the weight unquantized"
-            },
+            "ragged_dot_general follows a policy for rows in groups only", {"dimension_numbers": f"{numbers}; {remedy}"}
         )
     return quantized_product(product, config, left, right, extra, key)
 
@@ -146,7 +143,7 @@ class RaggedDot(AbstractBilinear):
     """`ragged_dot_general` with its settings; `extra` is the group sizes and the group offset.
 
     Attributes:
-        numbers: the dimension numbers, from `_hashable`.
+        numbers: the dimension numbers, from `_hashable`; under a policy those of `ragged_dot` or `_OVER_COLUMNS`.
         rows: the length of the ragged axis of `ragged_dot`.
         precision: as in `lax.ragged_dot_general`.
         preferred: the dtype of the result, or None.
@@ -174,7 +171,7 @@ class RaggedDot(AbstractBilinear):
             return selected_product(problem, lhs, rhs, extra[0], backend=backend)
         refuse_accumulator(accumulator)
         if is_qarray(lhs) and is_qarray(rhs):
-            dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
+            dtype = self.preferred or product_dtype(lhs.dtype, rhs.dtype)
             left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
             return self._product(left, right, extra, jnp.float32).astype(dtype)
         if is_qarray(lhs) or is_qarray(rhs):
@@ -214,40 +211,49 @@ class RaggedDot(AbstractBilinear):
         It multiplies the incoming gradient, on the left, and the other operand.
         """
 
+        (_, (k,)), n = self.contracted, self._columns
+
         def of_rows(x: jax.Array, is_gradient: bool) -> jax.Array | None:
-            if x.shape[-1] != 1:
+            if x.shape[1 if is_gradient else n] != 1:
                 return None
-            return x if is_gradient else scale_of_rows(x[:, :, 0], extra[0], self.rows)
+            return x if is_gradient else scale_of_rows(jnp.squeeze(x, n), extra[0], self.rows)
 
         def of_experts(x: jax.Array, is_gradient: bool) -> jax.Array | None:
             if x.shape[0] != 1:
                 return None
-            return jnp.expand_dims(x, 1 if is_gradient else 2)
+            return jnp.expand_dims(x, k if is_gradient else n)
 
         def rows(g: jax.Array, experts: jax.Array, dtype: DTypeLike) -> jax.Array:
-            return self._product(g, experts, extra, dtype, _OVER_COLUMNS)
+            return self._product(g, experts, extra, dtype, _numbers_over(n))
 
         def experts(g: jax.Array, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
-            return self._product(rows, g, extra, dtype, _OVER_ROWS)
+            operands = (rows, g) if k < n else (g, rows)
+            return self._product(*operands, extra, dtype, _OVER_ROWS)
 
         contracted = self.contracted_backward(is_left)
         if is_left:
-            return CodeProduct(rows, of_rows, contracted, ((), (1,)))
+            return CodeProduct(rows, of_rows, contracted, ((), (k,)))
         return CodeProduct(experts, of_experts, contracted, ((1,), (1,)))
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
-        return (1,), (1,)
+        return self.numbers[0][0]
+
+    @property
+    def _columns(self) -> int:
+        """The axis of the matrices that is neither contracted nor that of the groups."""
+        return 3 - self.contracted[1][0]
 
     def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
         if is_left:
-            return (1,), (2,)
+            return (1,), (self._columns,)
         return (0,), (0,)
 
     def scale_for_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
-        if self.numbers != _hashable(PLAIN) or scale.shape[1] != 1:
+        k = self.contracted[int(is_left)][0]
+        if scale.shape[k] != 1:
             return None
-        return scale_of_rows(scale[:, 0], extra[0], self.rows) if is_left else scale
+        return scale_of_rows(jnp.squeeze(scale, k), extra[0], self.rows) if is_left else scale
 
     def _product(
         self,
@@ -265,8 +271,13 @@ class RaggedDot(AbstractBilinear):
         )
 
 
-_OVER_COLUMNS = (((1,), (2,)), ((), ())), (0,), (0,)
-"""The dimension numbers of the gradient of the rows: `g [M, N]` with each group's `[K, N]`."""
+def _numbers_over(axis: int) -> tuple[Any, Any, Any]:
+    """The dimension numbers of rows in groups, times matrices that are contracted along `axis`, 1 or 2."""
+    return (((1,), (axis,)), ((), ())), (0,), (0,)
+
+
+_OVER_COLUMNS = _numbers_over(2)
+"""The dimension numbers of matrices `[G, N, K]`, and of the gradient of the rows: `g [M, N]` with each group's `[K, N]`."""
 
 _OVER_ROWS = (((0,), (0,)), ((), ())), (0,), ()
 """The dimension numbers of the gradient of the matrices: `[M, K]` with `g [M, N]`, summed over each group's rows."""

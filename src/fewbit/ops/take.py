@@ -10,6 +10,7 @@ from ..array.qarray import QArray
 from ..array.validity import refuse_invalid
 from ..errors import QuantError
 from ..kernels.quantize.dispatch import dequantize
+from .interpret.lookup import widened
 
 _MODES = (None, "fill", "clip", "wrap")
 
@@ -48,14 +49,15 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
     if axis == q.scheme.pack_axis + q.ndim:
         return jnp.take(dequantize(q), indices, axis=axis, mode=mode)
     length = q.shape[axis]
-    flat = indices.reshape(-1).astype(jnp.int32)
+    flat = widened(indices).reshape(-1)
     at = flat
     if mode == "wrap":
         at = flat % length
     elif mode != "clip":
         at = jnp.where(flat < 0, flat + length, flat)
-    rows = dequantize(taken_rows(q, jnp.clip(at, 0, length - 1), axis))
+    rows = dequantize(taken_rows(q, jnp.clip(at, 0, length - 1).astype(jnp.int32), axis))
     if mode in (None, "fill"):
         is_inside = jnp.expand_dims((at >= 0) & (at < length), [a for a in range(q.ndim) if a != axis])
-        rows = jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan))
+        # The NaN is a Python scalar, because jax_debug_nans stops at an array of NaN.
+        rows = jnp.where(is_inside, rows, jnp.nan)
     return rows.reshape(*q.shape[:axis], *indices.shape, *q.shape[axis + 1 :])

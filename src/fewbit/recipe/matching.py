@@ -211,7 +211,7 @@ def why_unquantizable(leaf: Leaf) -> str | None:
     if isinstance(leaf, QArray):
         return f"quantized already, as {leaf.scheme.name}"
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return f"{jnp.dtype(leaf.dtype).name} is not floating"
+        return f"{leaf.dtype.name} is not floating"
     match leaf.shape:
         case ():
             return "a scalar"

@@ -1,5 +1,6 @@
 """Plans: a recipe resolved against one model."""
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -40,12 +41,21 @@ class Plan:
         recipe: the name of the recipe.
         products: one for every product without a parameter, in the order of the trace; none when no code was traced.
         notes: sentences for the user, such as where the roles come from.
+
+    Raises:
+        QuantError: for two rows of one parameter or product.
     """
 
     rows: tuple[PlanRow, ...]
     recipe: str = "recipe"
     products: tuple[ProductRow, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        paths, names = [row.path for row in self.rows], [row.name for row in self.products]
+        for what, each in ("parameter", paths), ("product", names):
+            if twice := [name for name, count in collections.Counter(each).items() if count > 1]:
+                raise QuantError(f"the plan has several rows of {what} {', '.join(map(repr, twice))}; leave one of each")
 
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)
@@ -109,7 +119,8 @@ class Plan:
         """The plan of a JSON form. Its bytes are counted again, since it may have been edited.
 
         Raises:
-            QuantError: for an unknown or missing key, and for a row whose parameter cannot be quantized as it says.
+            QuantError: for an unknown or missing key, two rows of one parameter, and a row whose parameter cannot be quantized
+                as it says.
         """
         fields = checked(form, PLAN, "a plan")
         rows = tuple(recounted(PlanRow.from_json(row)) for row in fields["rows"])
@@ -211,15 +222,15 @@ def _check_effect(recipe: Recipe, rules: Mapping[str, Rule | None], rows: Sequen
 def _nbytes(x: Leaf) -> int:
     if isinstance(x, QArray):
         return x.nbytes
-    return x.size * jnp.dtype(x.dtype).itemsize
+    return x.size * x.dtype.itemsize
 
 
 def _row(found: Resolved, leaf: Leaf, *, is_traced: bool) -> PlanRow:
     """The row of one parameter under the rule that matches it."""
-    dtype, before = jnp.dtype(leaf.dtype), _nbytes(leaf)
+    before = _nbytes(leaf)
     ops = tuple(dict.fromkeys(use.op for use in found.uses))
     sites = tuple(dict.fromkeys(f"{use.op} at {use.source}" for use in found.uses if use.source))
-    row = PlanRow(found.path, found.shape.shape, dtype.name, None, (), (), ops, before, before, "", sites)
+    row = PlanRow(found.path, found.shape.shape, leaf.dtype.name, None, (), (), ops, before, before, "", sites)
     row = dataclasses.replace(row, role=found.role, role_source=found.role_source, sparsity=found.sparsity)
     rule, why_not = found.rule, _why_not(leaf, found, is_traced=is_traced)
     if why_not is not None or rule is None:
@@ -276,7 +287,8 @@ def recounted(row: PlanRow) -> PlanRow:
     """
     if row.policy is None and row.sparsity is None:
         return dataclasses.replace(row, bytes_after=row.bytes_before)
-    if not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating) or not row.shape:
+    # The dtype of random keys, such as key<fry>, is none of NumPy.
+    if row.dtype.startswith("key<") or not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating) or not row.shape:
         raise QuantError(
             f"the plan quantizes or prunes {row.path}, which is {row.dtype} of shape {row.shape}; set its policy and "
             "sparsity to null"

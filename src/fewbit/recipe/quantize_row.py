@@ -219,7 +219,11 @@ def observation_of(row: PlanRow, method: AbstractMethod, stats: SupportsObservat
             raise QuantError(f"{method.name} needs {', '.join(missing)} of {row.path}; {_remedy(method)}")
         layers = tuple(row.shape[a] for a in row.stacked)
         if any(leaf.shape[: len(layers)] != layers for leaf in jax.tree.leaves(found)):
-            raise QuantError(f"{row.path} has {layers} layers, and its statistics are not; observe the function of the plan")
+            raise QuantError(
+                f"{row.path} has {layers} layers, which are quantized one by one, and its statistics are those of all layers "
+                "together: fb.observe has statistics of each layer of a jax.lax.scan over them, not of indices such as w[0]. Scan "
+                "over the layers, make each a parameter of its own, or use a method without statistics"
+            )
         return found
     if row.ops and not set(row.ops) & set(PRODUCT_OPS):
         return None

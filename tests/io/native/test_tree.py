@@ -160,6 +160,32 @@ def test_nnx_modules_and_states(tmp_path):
     same(nnx.merge(graph, found), model)
 
 
+def test_tied_parameters_of_nnx_modules_are_tied_again(tmp_path):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def tied(tie=True):
+        model = nnx.Module()
+        model.embed = nnx.Embed(16, 8, rngs=nnx.Rngs(0))
+        model.head = model.embed if tie else nnx.Embed(16, 8, rngs=nnx.Rngs(1))
+        model.table, model.drop = model.embed.embedding, nnx.Dropout(0.1, rngs=nnx.Rngs(1))
+        model.drops = nnx.List([model.drop, nnx.Linear(8, 8, rngs=nnx.Rngs(2))])
+        return model
+
+    fb.save(tmp_path / "m", {"model": tied(), "none": None, "step": 3})
+    for like in (tied(), nnx.eval_shape(tied)):
+        found = fb.load(tmp_path / "m", {"model": like, "none": None, "step": 0})
+        model = found["model"]
+        assert model.head is model.embed and model.table is model.embed.embedding and model.drops[0] is model.drop
+        same(found, {"model": tied(), "none": None, "step": 3})
+    untied = fb.load(tmp_path / "m", {"model": tied(tie=False), "none": None, "step": 0})["model"]
+    assert untied.head is not untied.embed
+    fb.save(tmp_path / "untied", tied(tie=False))
+    with pytest.raises(
+        QuantError, match=r"embed/embedding/value and head/embedding/value have different values, and are one"
+    ):
+        fb.load(tmp_path / "untied", tied())
+
+
 @pytest.mark.finding(14)
 def test_linen_variables_in_boxes(tmp_path, unchecked):
     linen = pytest.importorskip("flax.linen")

@@ -23,6 +23,12 @@ def test_files_of_hugging_face():
     assert tokenizer_from_files(generation).stop_ids == (1, 0)
 
 
+@pytest.mark.parametrize(("files", "found"), [({}, ""), ({"b.json": b"", "a.json": b""}, " among a.json, b.json")])
+def test_without_a_tokenizer_the_files_that_are_there_are_named(files: dict[str, bytes], found: str):
+    with pytest.raises(QuantError, match=rf"^there is no tokenizer\.json{found}; copy it to the checkpoint$"):
+        tokenizer_from_files(files)
+
+
 @pytest.mark.finding(18)
 @pytest.mark.parametrize("index", [10**9, 2**31])
 def test_an_id_without_end_is_refused(index: int):

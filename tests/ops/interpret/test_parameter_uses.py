@@ -55,8 +55,8 @@ def test_loops_name_the_axes_they_take_apart():
     stack = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32)
     scan = uses(lambda w, x: jax.lax.scan(lambda c, w: (c @ w.T, None), x, w)[0], stack, X)
     assert scan[""] == [("dot_general", (-1,), (-3,))]
-    indexed = uses(lambda w, x: x @ w[1].T, stack, X)
-    assert indexed[""] == [("dot_general", (-1,), (-3,))]
+    for indexed in (lambda w, x: x @ w[1].T, lambda w, x: x @ w[1:2].reshape(16, 16).T):
+        assert uses(indexed, stack, X)[""] == [("dot_general", (-1,), (-3,))]
     square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     closed = uses(lambda w, x: jax.lax.fori_loop(0, 3, lambda i, c: c @ w, x), square, X)
     assert closed[""] == [("dot_general", (-2,), ())]
@@ -64,6 +64,13 @@ def test_loops_name_the_axes_they_take_apart():
     assert condition[""] == [("dot_general", (-2,), ())]
     branch = uses(lambda w, x: jax.lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: x @ w.T, w), square, X)
     assert {u[1] for u in branch[""]} == {(-2,), (-1,)}
+
+
+def test_one_element_of_an_axis_that_a_product_sees_is_no_layer_of_a_loop():
+    stack = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32)
+    assert uses(lambda w, x: jnp.matmul(x[:, :1], w[:, :1]), stack, X)[""] == [("dot_general", (-2,), ())]
+    assert uses(lambda w, x: x @ w[0][:, :1], stack, X)[""] == [("dot_general", (-2,), (-3,))]
+    assert uses(lambda w, x: jnp.matmul(x, w[:1]), stack, X)[""] == [("dot_general", (-2,), ())]
 
 
 def test_look_ups_convolutions_and_the_rest_are_named():

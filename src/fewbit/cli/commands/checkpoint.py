@@ -9,6 +9,7 @@ from ...errors import QuantError
 from ..app import FOUND, app
 from ..options import (
     Bits,
+    BitsSeed,
     CalibrationText,
     CalibrationWindow,
     CalibrationWindows,
@@ -26,7 +27,7 @@ from ..options import (
     RecipeName,
     Rotate,
     RotateInputs,
-    Seed,
+    RotationOrBitsSeed,
     Strict,
     To,
     UnseenExperts,
@@ -50,6 +51,7 @@ def plan(
     calibration_windows: CalibrationWindows = None,
     calibration_window: CalibrationWindow = None,
     unseen_experts: UnseenExperts = None,
+    seed: BitsSeed = None,
     strict: Strict = False,
     full: Full = False,
     json: Json = False,
@@ -68,6 +70,8 @@ def plan(
     names = candidate_names(bits, candidates)
     if recipe is None and not names:
         raise QuantError("a recipe is missing: pass --recipe NAME; `fewbit recipes` lists them")
+    if seed is not None and bits is None:
+        raise QuantError(f"--seed {seed} is for --bits, which draws labels; a recipe's plan has nothing random")
     if save is not None:
         check_plan_path(save)
     opened = load(model)
@@ -81,7 +85,7 @@ def plan(
     chosen = chosen_method(method, opened, calibration_text, *windows, bits=bits, unseen=unseen_experts)
     made = plan_model(opened, recipe=recipe or names[0])
     if bits is not None:
-        made = with_bits(opened, made, bits, candidates, chosen, calibration_text, out=save)
+        made = with_bits(opened, made, bits, candidates, chosen, calibration_text, seed or 0, out=save)
     if has_experts and chosen.calibration is not None:
         made = with_counted_experts(opened, made, chosen)
     if strict and (message := unknown_roles(made)) is not None:
@@ -131,7 +135,7 @@ def quantize(
     rotate: Rotate = False,
     rotate_inputs: RotateInputs = None,
     keep_scales: KeepScales = None,
-    seed: Seed = None,
+    seed: RotationOrBitsSeed = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare with the float model on a short text at the end.")
     ] = True,
@@ -177,7 +181,7 @@ def quantize(
     )
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
 
-    rotation = rotation_seed(rotate, seed)
+    rotation = rotation_seed(rotate, seed, bits)
     if imatrix is not None and (rotate or rotate_inputs is not None):
         raise QuantError(
             "--imatrix was measured without a rotation, which changes the inputs of the weights; drop one of the two"
@@ -234,7 +238,8 @@ def quantize(
             f"--keep-scales {keep_scales} is for --method awq or smoothquant; {method} finds no scales of inputs"
         )
     if bits is not None:
-        made = with_bits(source, made, bits, candidates, chosen, calibration_text, to, None if dry_run else output)
+        out = None if dry_run else output
+        made = with_bits(source, made, bits, candidates, chosen, calibration_text, seed or 0, to, out)
         check_target(to, source, made)
     if chosen.scaling is not None:
         made = with_scaling(made, source, chosen.scaling)

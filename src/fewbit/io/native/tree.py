@@ -6,9 +6,11 @@ A tree is written as a fewbit directory (see `io.write`): each array under its p
 random keys, stored as key data) and `dtypes` (those that safetensors lacks, such as int4, stored as bytes with a trailing axis).
 """
 
+import itertools
 import os
 import pathlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -80,10 +82,12 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
 
     Returns:
         With `like`, a tree of its structure: numpy where `like` has numpy, else JAX arrays with the shardings of `like`'s leaves;
-        functions are those of `like`. Without it JAX arrays, and numpy arrays for 64-bit dtypes that JAX would narrow.
+        functions are those of `like`, and what its NNX modules share (tied parameters) is shared again. Without it JAX arrays, and
+        numpy arrays for 64-bit dtypes that JAX would narrow.
 
     Raises:
-        QuantError: for a missing or changed directory, and naming the leaves of `like` of other path, shape, dtype or scheme.
+        QuantError: for a missing or changed directory, and naming the leaves of `like` of other path, shape, dtype or scheme, or
+            tied where the directory has different values.
 
     >>> import tempfile
     >>> path = fb.save(tempfile.mkdtemp() + "/params", {"w": fb.quantize(jnp.ones((4, 64)), "int8"), "b": [jnp.ones(2)]})
@@ -109,7 +113,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     if faults:
         raise QuantError(f"{checkpoint.path} does not match like: {_shortened(faults)}")
     placed = {name: _placed(value, wanted[name]) for name, value in values.items()}
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_qarray), list((named | placed).values()))
+    return _filled(like, named | placed, values, checkpoint.path)
 
 
 class _Section(msgspec.Struct):
@@ -286,6 +290,45 @@ def _placed(value: PyTree, like: PyTree) -> PyTree:
     if sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(value)
     return jax.device_put(value, sharding)
+
+
+def _filled(like: PyTree, leaves: Mapping[str, Any], stored: Mapping[str, Any], path: pathlib.Path) -> PyTree:
+    """The tree of `like` with other leaves. An NNX object that is in several places of `like` is one object in it too."""
+    objects: dict[int, tuple[PyTree, PyTree, list[str]]] = {}  # with each object itself, so that its id remains its own
+
+    def filled(node: PyTree, names: Iterator[str]) -> PyTree:
+        children, structure = jax.tree.flatten(node, is_leaf=lambda x: x is not node or is_qarray(x))
+        if children and children[0] is node:
+            return leaves[next(names)]
+        if not _is_nnx_object(node):
+            return structure.unflatten([filled(child, names) for child in children])
+        own = list(itertools.islice(names, len(jax.tree.leaves(node, is_leaf=is_qarray))))
+        if id(node) not in objects:
+            rest = iter(own)
+            objects[id(node)] = node, structure.unflatten([filled(child, rest) for child in children]), own
+        _, result, first = objects[id(node)]
+        for one, other in zip(first, own, strict=True):
+            if one != other and one in stored and _bits(stored[one]) != _bits(stored[other]):
+                raise QuantError(
+                    f"{path} does not match like: {one} and {other} have different values, and are one Variable in like; "
+                    "load with like=None, or with a model that does not tie them"
+                )
+        return result
+
+    return filled(like, iter(leaves))
+
+
+def _is_nnx_object(node: object) -> bool:
+    """True for an NNX module or Variable: a model may refer to one from several places, as to tied embeddings."""
+    nnx = sys.modules.get("flax.nnx")  # without it there are none, and importing it takes a second
+    return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def _bits(value: PyTree) -> list[bytes]:
+    """The bytes of a stored leaf."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return [np.asarray(part).tobytes() for part in jax.tree.leaves(value)]
 
 
 def _nested(values: Mapping[str, Any], is_tree: bool, path: pathlib.Path) -> PyTree:

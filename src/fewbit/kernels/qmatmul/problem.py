@@ -68,7 +68,7 @@ class Problem(AbstractProblem):
         """The dtype of the product."""
         if self.preferred_element_type is not None:
             return np.dtype(self.preferred_element_type)
-        return jnp.promote_types(self.lhs.dtype, self.rhs.dtype)
+        return product_dtype(self.lhs.dtype, self.rhs.dtype)
 
     @property
     def is_paired(self) -> bool:
@@ -100,6 +100,17 @@ class Problem(AbstractProblem):
     def activation(self) -> Operand:
         """The operand that is not `weight`."""
         return (self.lhs, self.rhs)[1 - self.weight[0]]
+
+
+@functools.cache
+def product_dtype(lhs: DTypeLike, rhs: DTypeLike) -> np.dtype:
+    """The dtype of `lax.dot_general` of two dtypes, which JAX's implicit promotion may lack.
+
+    >>> product_dtype("float8_e4m3fn", "bfloat16")
+    dtype(bfloat16)
+    """
+    vectors = (jax.ShapeDtypeStruct((1,), dtype) for dtype in (lhs, rhs))
+    return jax.eval_shape(lambda x, y: jax.lax.dot_general(x, y, (((0,), (0,)), ((), ()))), *vectors).dtype
 
 
 def refused_precision(precision: object) -> str | None:

@@ -31,7 +31,8 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     """
     hf = tokenizers_package()
     if "tokenizer.json" not in files:
-        raise QuantError(f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it to the checkpoint")
+        others = f" among {', '.join(sorted(files))}" if files else ""
+        raise QuantError(f"there is no tokenizer.json{others}; copy it to the checkpoint")
     config_text = files.get("tokenizer_config.json", b"{}")
     config = converted(parsed(config_text, "tokenizer_config.json"), _Config, "tokenizer_config.json")
     try:

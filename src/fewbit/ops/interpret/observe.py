@@ -27,7 +27,7 @@ from .lookup import Lookup
 from .offsets import Offsets
 from .parameter_uses import parameter_paths, with_leaves
 from .proxy import ArrayProxy, NoRuleError
-from .rules.control_flow import inlined
+from .rules.control_flow import inlined, switched
 
 _OBSERVED_RULES: dict[str, Any] = {}
 
@@ -283,8 +283,6 @@ def folded(measure: AbstractMeasure, stack: PyTree) -> PyTree:
 def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A `cond`; a branch without a parameter's product gives zeros for it."""
     index, *operands = values
-    if eqn.params.get("branches_platforms") is not None:
-        raise NoRuleError("the platform decides between branches")
     notes, arrays = notes or _notes(operands), list(map(_array, operands))
     branches = [_branch(notes, evaluator.function(body), operands) for body in eqn.params["branches"]]
     every: dict[str, Any] = {}
@@ -302,7 +300,7 @@ def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes
 
         return run
 
-    outputs, found = jax.lax.switch(index, list(map(filled, branches)), *arrays)
+    outputs, found = switched(eqn, index, list(map(filled, branches)), arrays)
     for path, measurement in found.items():
         notes.add(path, measurement)
     return list(outputs)

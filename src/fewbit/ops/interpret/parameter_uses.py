@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jaxtyping import PyTree
@@ -137,9 +136,9 @@ class _Traced:
     is_row: bool = False
 
     @classmethod
-    def whole(cls, path: Path, shape: Sequence[int], dtype: np.dtype) -> "_Traced":
+    def whole(cls, path: Path, shape: Sequence[int], dtype: str) -> "_Traced":
         """The parameter itself."""
-        return cls(path, tuple((axis,) for axis in range(-len(shape), 0)), dtype.name)
+        return cls(path, tuple((axis,) for axis in range(-len(shape), 0)), dtype)
 
 
 class _Value(NamedTuple):
@@ -213,7 +212,7 @@ def parameter_uses(traced: Traced, params: PyTree) -> Uses:
         params: the tree of parameters with which it was traced.
     """
     leaves = array_paths(params)
-    parameters = [_Value(_Traced.whole(path, leaf.shape, leaf.dtype)) for path, leaf in leaves.items()]
+    parameters = [_Value(_Traced.whole(path, leaf.shape, leaf.dtype.name)) for path, leaf in leaves.items()]
     inputs = [_Value()] * (traced.positional - traced.first)
     constants = [_Value(fact=CONSTANT)] * (len(traced.closed.jaxpr.invars) - traced.positional)
     found = _Found()
@@ -334,6 +333,8 @@ def _use(eqn: jex_core.JaxprEqn, position: int, inputs: Sequence[_Value]) -> Use
     operand = inputs[position].parameter
     assert operand is not None
     name, batch, tiled = eqn.primitive.name, (), None
+    # A loop removes the axis that it runs over; an axis of which a slice leaves one element may be contracted.
+    stacked = tuple(a for a in operand.stacked if not any(a in axes for axes in operand.axes))
     if name == "dot_general" and position < 2:
         contracting, batches = eqn.params["dimension_numbers"]
         axes, batch = contraction_order(*contracting)[position], batches[position]
@@ -354,14 +355,14 @@ def _use(eqn: jex_core.JaxprEqn, position: int, inputs: Sequence[_Value]) -> Use
         axes = ()
     if operand.is_row and axes:
         # One row of a scanned stack, such as a layer's gain, is multiplied unquantized.
-        return Use("dynamic_slice", (), operand.stacked, _source(eqn), (), operand.casts)
+        return Use("dynamic_slice", (), stacked, _source(eqn), (), operand.casts)
     if tiled is None:
         tiled = axes
     # The parts of an axis that was split are that axis, once.
     own, batch, along = (
         tuple(dict.fromkeys(a for axis in group for a in operand.axes[axis])) for group in (axes, batch, tiled)
     )
-    return Use(name, own, operand.stacked, _source(eqn), batch, operand.casts, along)
+    return Use(name, own, stacked, _source(eqn), batch, operand.casts, along)
 
 
 def _is_counted(eqn: jex_core.JaxprEqn, inputs: Sequence[_Value]) -> bool:

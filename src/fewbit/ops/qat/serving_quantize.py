@@ -27,7 +27,8 @@ def quantized_as_served(x: jax.Array, tiles: ServingTiles, scheme: Scheme, axis:
         inner = tuple(a for a in range(-x.ndim, 0) if a not in tiles.looped)
         within = ServingTiles(tuple(tiles.tiles[a] for a in inner))
         if axis is not None:
-            axis = axis_within(tuple(a % x.ndim - x.ndim for a in axis), tiles.looped, x.ndim)
+            own = tuple(a % x.ndim - x.ndim for a in axis if a % x.ndim - x.ndim not in tiles.looped)
+            axis = axis_within(own, tiles.looped, x.ndim) or None
         return for_each(tiles.looped, lambda x: quantized_as_served(x, within, scheme, axis), x)
     if axis is not None and _is_along(tiles, scheme, axis, x.shape):
         return quantize(x, scheme, axis=axis)

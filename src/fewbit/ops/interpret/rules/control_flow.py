@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from ....array.leaves import taken_rows, with_leaves
@@ -192,11 +193,22 @@ def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> li
 
         return run
 
-    branches = list(map(uniform, bodies, blanks))
+    return list(switched(eqn, index, list(map(uniform, bodies, blanks)), operands))
+
+
+def switched(eqn: jex_core.JaxprEqn, index: ArrayLike, branches: list[Callable[..., Any]], operands: list[Any]) -> Any:
+    """The results of the branch that the index of a `cond` chooses, or the platform that the code is compiled for."""
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
-        return list(jax.lax.switch(index, branches, *operands))
-    return list(_platform_dependent(platforms, branches, operands))
+        return jax.lax.switch(index, branches, *operands)
+    named: dict[str, Any] = {}
+    default = None
+    for names, branch in zip(platforms, branches, strict=True):
+        if names is None:
+            default = branch
+        else:
+            named |= dict.fromkeys(names, branch)
+    return jax.lax.platform_dependent(*operands, default=default, **named)
 
 
 def _common_form(outputs: Sequence[Any], are_blank: Sequence[bool]) -> Any:
@@ -230,18 +242,6 @@ def _blank_outputs(jaxpr: jex_core.Jaxpr) -> list[bool]:
         return filling in makers and makers[filling].primitive.name in ("empty", "empty2")
 
     return list(map(is_blank, jaxpr.outvars))
-
-
-def _platform_dependent(platforms: Sequence[Any], branches: list[Callable[..., Any]], operands: list[Any]) -> Any:
-    """The branch of the platform that the code is compiled for, by `jax.lax.platform_dependent`."""
-    named: dict[str, Any] = {}
-    default = None
-    for names, branch in zip(platforms, branches, strict=True):
-        if names is None:
-            default = branch
-        else:
-            named |= dict.fromkeys(names, branch)
-    return jax.lax.platform_dependent(*operands, default=default, **named)
 
 
 CONTROL: dict[str, Rule] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -187,7 +188,8 @@ def filled(eqn: jex_core.JaxprEqn, rows: jax.Array, indices: jax.Array) -> jax.A
     fill = eqn.params.get("fill_value")
     if fill is None:
         fill = jnp.nan
-    return jnp.where(is_inside, rows, jnp.full_like(rows, fill))
+    # The NaN is NumPy's, because jax_debug_nans stops at a JAX array of NaN.
+    return jnp.where(is_inside, rows, np.asarray(fill, rows.dtype))
 
 
 PRODUCT: dict[str, Rule] = {
