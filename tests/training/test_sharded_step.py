@@ -99,6 +99,7 @@ def layouts(reduction: str | None = None) -> dict[str, tuple[Callable[..., Any],
     }
 
 
+REDUCTIONS = ("mxfp8_e5m2", "mxint8")
 LAYOUTS = ("fsdp, shard_map", "fsdp, explicit", "fsdp, auto", "tensor, shard_map", "tensor, auto")
 
 
@@ -187,7 +188,7 @@ def test_weights_are_gathered_as_codes(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["mxfp8_e5m2", "mxint8"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_gradients_are_exchanged_as_codes(reduction):
     run, arguments = layouts(reduction)["fsdp, shard_map"]
     found = collective_bytes(run, *arguments)
@@ -196,6 +197,11 @@ def test_gradients_are_exchanged_as_codes(reduction):
     full, arguments = layouts()["fsdp, shard_map"]
     assert collective_bytes(full, *arguments)["reduce-scatter", "f32"] == 2 * 4 * WEIGHT // DEVICES
     _, gradients = jax.device_get(jax.jit(run)(*arguments))
+    assert_exchanged(gradients, reduction)
+
+
+def assert_exchanged(gradients: dict[str, np.ndarray], reduction: str) -> None:
+    """The gradients, up to the rounding of what the devices exchange."""
     _, expected = on_one_device()
     for name, gradient in gradients.items():
         # Each device's contribution is rounded once; with 2 mantissa bits by 1/8 of it at most, with 6 after
@@ -280,6 +286,10 @@ def train_and_serve(path: str) -> list[int]:
     for layout, (run, arguments) in layouts().items():
         value, gradients = jax.jit(run)(*arguments)
         results |= {f"{layout}/{name}": array for name, array in {"loss": value, **gradients}.items()}
+    for reduction in REDUCTIONS:
+        run, arguments = layouts(reduction)["fsdp, shard_map"]
+        _, gradients = jax.jit(run)(*arguments)
+        results |= {f"{reduction}/{name}": array for name, array in gradients.items()}
     results |= {f"served/{name}": array for name, array in served(mesh_of(AxisType.Explicit)).items()}
     results |= {f"decoded/{name}": array for name, array in decoded(mesh_of(AxisType.Auto)).items()}
     whole = {name: multihost_utils.process_allgather(array, tiled=True) for name, array in results.items()}
@@ -297,6 +307,8 @@ def test_processes_compute_what_one_device_does(tmp_path: Path, processes, devic
     with np.load(path) as results:
         for layout in LAYOUTS:
             assert_same_step(results[f"{layout}/loss"], {name: results[f"{layout}/{name}"] for name in ("up", "down")})
+        for reduction in REDUCTIONS:
+            assert_exchanged({name: results[f"{reduction}/{name}"] for name in ("up", "down")}, reduction)
         x, q = data()[1], fb.quantize(jnp.asarray(served_weight()), "int4_g32", axis=-2)
         w = np.asarray(fb.dequantize(q), np.float64)
         for name in ("columns", "rows", "fsdp"):
