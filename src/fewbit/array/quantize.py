@@ -11,11 +11,11 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int32, Key
 
+from .._explicit_mesh import explicit_sharding
 from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
 from ..errors import QuantError, UnsupportedError
 from ..formats.e8m0 import E8M0
 from ..formats.format import AbstractFormat, power_of_two, quotient, settled
-from .explicit_mesh import explicit_sharding
 from .packing import code_capacity, pack, packed_length, unpack
 from .qarray import QArray
 from .scales import unsaturated

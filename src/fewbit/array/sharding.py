@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from .._explicit_mesh import explicit_sharding
 from ..errors import QuantError
-from .explicit_mesh import explicit_sharding
 from .layout import Axis
 from .packing import codes_per_unit
 from .qarray import QArray, is_qarray

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from .._explicit_mesh import with_auto_axes
 from .._registry import near_names
-from ..array.explicit_mesh import with_auto_axes
 from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import AbstractMeasure, ProductOperand
 from .ranges import AbstractRange, RangeState

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..array.explicit_mesh import with_auto_axes
+from .._explicit_mesh import with_auto_axes
 from ..errors import QuantError
 from .ranges import AbstractRange, RangeState, with_unit_axes
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 
+from .._explicit_mesh import explicit_sharding
 from ..array.covered import is_covered
-from ..array.explicit_mesh import explicit_sharding
 from ..array.qarray import QArray, is_qarray
 from ..array.quantize import expanded_scale
 from ..array.scheme import Scheme

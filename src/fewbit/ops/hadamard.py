@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
 
-from ..array.explicit_mesh import with_auto_axes
+from .._explicit_mesh import with_auto_axes
 from ..errors import QuantError
 
 _RADIX = 16

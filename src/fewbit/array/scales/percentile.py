@@ -6,8 +6,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from ..._explicit_mesh import with_auto_axes
 from ...errors import QuantError
-from ..explicit_mesh import with_auto_axes
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jaxtyping import Array
 
-from ...array.explicit_mesh import explicit_sharding
+from ..._explicit_mesh import explicit_sharding
 from ...ops.interpret.evaluator import Evaluator, NoRuleError, Rule
 from ...ops.interpret.proxy import ArrayProxy, is_proxy
 from ...ops.ragged import PLAIN

@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ....array.explicit_mesh import explicit_sharding
+from ...._explicit_mesh import explicit_sharding
 from ....array.leaves import with_leaves
 from ....array.qarray import QArray, is_qarray
 from ....array.sharding import AnyMesh, axis_names, placement, spec_entries

@@ -10,7 +10,7 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 import fewbit as fb
-from fewbit.array.explicit_mesh import explicit_sharding, with_auto_axes
+from fewbit._explicit_mesh import explicit_sharding, with_auto_axes
 from fewbit.calibration import PercentileRange
 from fewbit.methods import HQQ
 from fewbit.ops.hadamard import rotated
