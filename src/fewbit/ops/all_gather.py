@@ -46,8 +46,11 @@ def _gathered(q: QArray, other: jax.Array | QArray, paired: Mapping[int, int]) -
 
     Axes paired with the same mesh axis keep it. `paired` maps own axes to those of `other`.
     """
-    own, others = q.sharding, other.sharding if is_qarray(other) else known_sharding(other)
-    if not isinstance(own, NamedSharding) or not isinstance(others, NamedSharding) or own.mesh != others.mesh:
+    others = other.sharding if is_qarray(other) else known_sharding(other)
+    if not isinstance(others, NamedSharding):
+        return q
+    own = q.sharding
+    if not isinstance(own, NamedSharding) or own.mesh != others.mesh:
         return q
     other_names = [axis_names(entry) for entry in spec_entries(others.spec, other.ndim)]
     used = {name for names in other_names for name in names}

@@ -13,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from ...array.qarray import QArray
-from ...array.validity import refuse_invalid
 from .proxy import is_proxy, is_proxy_type
 
 _ARRAYS = (np.ndarray, np.generic, jax.Array)
@@ -76,7 +75,6 @@ def abstract(leaf: Any) -> Any:
     """The shape, dtype and sharding of a leaf, for a trace. Of a proxy they are those of the array that it replaces."""
     array = leaf
     if isinstance(leaf, QArray):
-        refuse_invalid(leaf, "a QArray of the arguments")
         array = leaf.codes  # they have the axes of the array
     elif is_proxy(leaf):
         array = jax.tree.leaves(leaf)[0]
