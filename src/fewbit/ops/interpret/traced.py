@@ -60,8 +60,10 @@ class Traced:
             outputs, out_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
             return outputs
 
-        with jax.disable_jit(False):  # else loops would be traced iteration by iteration
-            closed = jax.make_jaxpr(flat)(*map(abstract, [leaves[place] for place in places]))
+        trace = jax.make_jaxpr(flat)
+        if getattr(jax.config, "jax_disable_jit", False):  # there loops would be traced iteration by iteration
+            trace = jax.disable_jit(False)(trace)
+        closed = trace(*map(abstract, [leaves[place] for place in places]))
         first, positional = (bisect.bisect_left(places, end) for end in ends)
         return cls(closed, first, positional, out_tree)
 
