@@ -193,3 +193,14 @@ def test_the_axis_of_a_rule_is_one_that_tiles_can_run_along(ask):
         ask(layers, {"w": STACK}, X, weight_only("int8", axis=1))
     with pytest.raises(fb.QuantError, match=r"w \(64, 32\): axis is 5, must be from -2 to 1"):
         ask(in_bfloat16, {"w": W}, X, weight_only("int8", axis=5))
+
+
+def test_a_product_over_the_axis_of_a_loop_names_the_parameter():
+    """The loop takes a matrix of the stack at a time, and another product sums over the matrices."""
+
+    def fn(p, x):
+        looped = jax.lax.scan(lambda c, w: (c @ w, None), x, p["w"])[0]
+        return looped, jnp.einsum("l,lkn->kn", jnp.ones(3), p["w"]), jnp.einsum("lk,lkn->n", jnp.ones((3, 8)), p["w"])
+
+    with pytest.raises(fb.QuantError, match=r"^w(:| \(3, 8, 8\):) .*(axis -3 cannot be tiled|contract different axes)"):
+        fb.plan(fn, {"w": normal(3, 8, 8)}, normal(2, 8), recipe=weight_only("int8"))

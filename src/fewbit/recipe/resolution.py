@@ -200,7 +200,7 @@ def _of_parameter(path: str, leaf: Leaf, role: Role, source: str, uses: tuple[Us
     sparsity = resolved_sparsity(path, leaf, uses, rule)
     if rule is not None and rule.policy is not None and whole is None:
         policy = rule.policy
-        axis = rule.axis or tile_axes(path, uses, lambda axis: _tiles(policy, like.shape, axis, stacked))
+        axis = rule.axis or tile_axes(path, uses, lambda axis: _tiles(policy, path, like.shape, axis, stacked))
         if axis is not None:
             axis = _negative(axis, path, like.shape, stacked)
     return Resolved(path, like, role, source, uses, rule, whole, axis, stacked, common_casts(uses), sparsity)
@@ -212,16 +212,23 @@ def _negative(axis: tuple[int, ...], path: str, shape: tuple[int, ...], stacked:
         if not -len(shape) <= a < len(shape):
             raise QuantError(f"{path} {shape}: axis is {a}, must be from {-len(shape)} to {len(shape) - 1}")
     axis = tuple(range(-len(shape), 0)[a] for a in axis)
-    try:
-        axis_within(axis, stacked, len(shape))
-    except QuantError as error:
-        raise QuantError(f"{path} {shape}: {error}") from error
+    _within(axis, path, shape, stacked)
     return axis
 
 
-def _tiles(policy: Policy, shape: tuple[int, ...], axis: tuple[int, ...], stacked: tuple[int, ...]) -> tuple[int, ...]:
+def _within(axis: tuple[int, ...], path: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> tuple[int, ...]:
+    """`axis_within` of a parameter, which the message of an error names."""
+    try:
+        return axis_within(axis, stacked, len(shape))
+    except QuantError as error:
+        raise QuantError(f"{path} {shape}: {error}") from error
+
+
+def _tiles(
+    policy: Policy, path: str, shape: tuple[int, ...], axis: tuple[int, ...], stacked: tuple[int, ...]
+) -> tuple[int, ...]:
     """The tile lengths along axes; per-tensor schemes have the same along any."""
-    axis = axis_within(axis, stacked, len(shape))
+    axis = _within(axis, path, shape, stacked)
     shape = tuple(n for a, n in zip(range(-len(shape), 0), shape, strict=True) if a not in stacked)
     tiles = laid_along(policy.weight, axis, shape).tiles(len(shape))
     return tuple(n if tile is None else min(tile, n) for tile, n in zip(tiles, shape, strict=True))
