@@ -117,12 +117,14 @@ def test_the_section_of_the_configuration_is_theirs(qtensor):
 
 
 def test_a_directory_without_a_section_is_recognised():
-    q = example("nvfp4", (2, 32), "bfloat16")
-    tensors = stored(MO, {NAME: q}).tensors
-    assert MO.recognises({}, tensors)
+    for scheme in CASES:  # older directories have their section in hf_quant_config.json alone
+        q = example(scheme, CASES[scheme], "bfloat16")
+        tensors = stored(MO, {NAME: q}).tensors
+        assert MO.recognises({}, tensors)
+        same(q, MO.decoded({}, tensors, "here")[NAME])
     assert not MO.recognises({"quantization_config": {"quant_method": "gptq"}}, tensors)
     assert not MO.recognises({}, tensors_of({"a": np.ones(2)}))
-    same(q, MO.decoded({}, tensors, "here")[NAME])
+    assert not MO.recognises({}, tensors_of({"a.weight": np.ones((2, 2), np.int8), "a.weight_scale": np.ones(2)}))
 
 
 def test_layers_that_are_not_quantized_are_excluded():

@@ -39,7 +39,7 @@ def model(config=CONFIG, scheme=None):
     return Model(Path("a.gguf"), "gguf", config, "", info, load, files={"tokenizer.json": b"{}"}, metadata=metadata)
 
 
-@pytest.mark.parametrize("scheme", [None, "q4_1", "int8"])
+@pytest.mark.parametrize("scheme", [None, "q4_1", "int8", "nvfp4"])
 def test_it_computes_the_same(scheme):
     source = model(scheme=scheme)
     found = as_hugging_face(source)
@@ -49,6 +49,16 @@ def test_it_computes_the_same(scheme):
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
     expected, logits = (jax.jit(forward, static_argnums=2)(m.float_params(), tokens, m.config) for m in (source, found))
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_weights_whose_rows_share_scales_are_announced_as_floats():
+    """Their q and k cannot be reordered as they are."""
+    source = model(scheme="fp8_block128")
+    info = {path: dataclasses.replace(one, scheme=fb.scheme("fp8_block128")) for path, one in source.info.items()}
+    found = as_hugging_face(dataclasses.replace(source, info=info))
+    for name, is_kept in (("q", False), ("k", False), ("v", True)):
+        path = f"layers/1/attn/{name}"
+        assert isinstance(found.load(path), fb.QArray) == (found.info[path].scheme is not None) == is_kept
 
 
 def test_its_config_and_tokenizer_are_those_of_transformers():

@@ -1,5 +1,7 @@
 """Writing a model in another layout."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -14,6 +16,7 @@ from fewbit.workflows.convert import targets
 from fewbit.workflows.tensors import worst
 from tests.io.containers.simple import Simple
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+from tests.workflows.convert.test_hugging_face import model as gguf_llama
 
 
 @pytest.fixture
@@ -103,3 +106,20 @@ def test_a_resumed_run_has_the_sizes_of_an_uninterrupted_one(tmp_path):
     done = workflows.quantize(model, plan, tmp_path / "q", to="hf", on_resume=resumed.extend)
     assert resumed
     assert done.array_bytes == workflows.load(done.path).nbytes
+
+
+@pytest.mark.usefixtures("_simple")
+def test_the_embedding_of_a_gguf_source_stays_in_float():
+    """It may be quantized there, under a name that only GGUF has."""
+    source = gguf_llama()
+    embedding = fb.quantize(jnp.asarray(source.load("embed")), "q4_0")
+    info = source.info | {"embed": dataclasses.replace(source.info["embed"], scheme=embedding.scheme)}
+    quantized = dataclasses.replace(source, info=info, load=lambda path: embedding if path == "embed" else source.load(path))
+    for one, expected in ((source, source.load("embed")), (quantized, fb.dequantize(embedding))):
+        found = targets.prepared("simple", one)
+        assert found.info["embed"].scheme is None
+        np.testing.assert_array_equal(found.load("embed"), expected)
+        plan = targets.fitted("simple", found, workflows.plan_model(one, recipe="int8"))
+        assert plan["embed"].policy is None and "weights of role embedding are not quantized" in plan["embed"].reason
+        assert "model.embed_tokens.weight" in targets.planned_weights(found, plan)[1]
+        assert targets.prepared("simple", found).info == found.info

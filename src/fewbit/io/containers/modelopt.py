@@ -3,6 +3,7 @@
 A module `m` has `m.weight` and `m.weight_scale`, and in NVFP4 `m.weight_scale_2`, a factor of the tensor.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -117,7 +118,9 @@ class ModelOpt(AbstractContainer):
         section = config.get("quantization_config")
         if isinstance(section, Mapping):
             return section.get("quant_method") == "modelopt"
-        return any(name.endswith(".weight_scale_2") for name in tensors.info)
+        return any(
+            map(functools.partial(_is_scale_of_modelopt, tensors), tensors.info)
+        )  # the section is in hf_quant_config.json
 
     def decoded(self, config: Mapping[str, Any], tensors: Tensors, where: str) -> Tensors:
         dtype = config_dtype(config, "bfloat16")
@@ -129,6 +132,13 @@ class ModelOpt(AbstractContainer):
             if part == "weight_scale":
                 groups[f"{module}.weight"] = _group_of(module, tensors, dtype, where)
         return grouped(tensors, groups, where)
+
+
+def _is_scale_of_modelopt(tensors: Tensors, name: str) -> bool:
+    """Whether a tensor is a scale that directories without a section in `config.json` have: of NVFP4 or FP8 weights."""
+    module, _, part = name.rpartition(".")
+    weight = tensors.info.get(f"{module}.weight")
+    return part == "weight_scale_2" or (part == "weight_scale" and weight is not None and weight.dtype == "float8_e4m3fn")
 
 
 def _scheme_name(given: Scheme) -> str | None:

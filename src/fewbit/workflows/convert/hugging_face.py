@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...array.qarray import QArray
+from ...array.scheme import Scheme
 from ...errors import UnsupportedError
 from ...models.config import DecoderConfig
 from ...models.families.family import HUGGING_FACE
@@ -39,9 +40,19 @@ def as_hugging_face(model: Model) -> Model:
     config = model.config
     metadata = {**llama_json(config), **_special_ids(model.metadata)}
 
+    def is_reordered(path: str) -> bool:
+        return config.rope == "interleaved" and path.endswith(("attn/q", "attn/k"))
+
+    info = {
+        path: dataclasses.replace(one, scheme=None)
+        if is_reordered(path) and one.scheme is not None and not _is_by_row(one.scheme)
+        else one
+        for path, one in model.info.items()
+    }
+
     def load(path: str) -> Value:
         value = model.load(path)
-        if config.rope == "interleaved" and path.endswith(("attn/q", "attn/k")):
+        if is_reordered(path):
             heads = config.heads if path.endswith("q") else config.kv_heads
             return _with_rows(value, _half_order(heads, config.head_dim))
         return value
@@ -49,6 +60,7 @@ def as_hugging_face(model: Model) -> Model:
     return dataclasses.replace(
         model,
         config=dataclasses.replace(config, rope="half"),
+        info=info,
         load=load,
         names={path: HUGGING_FACE.name(path) for path in model.info},
         metadata=metadata,
@@ -95,10 +107,14 @@ def _with_rows(value: Value, order: np.ndarray) -> Value:
     """The matrix with its rows in another order. A QArray's scales go with them, or it is dequantized."""
     if not isinstance(value, QArray):
         return value[order]
-    is_by_row = value.scheme.tiles(2)[0] == 1 and value.scheme.pack_axis == -1
-    if not is_by_row or value.tensor_scale is not None or isinstance(value.scale, QArray):
+    if not _is_by_row(value.scheme):
         return decoded(value)[order]
-    return jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0), value)
+    return jax.tree.map(lambda leaf: leaf if leaf.shape[0] == 1 else jnp.take(leaf, order, axis=0), value)
+
+
+def _is_by_row(scheme: Scheme) -> bool:
+    """Whether each row of a matrix has codes and scales of its own, or one tensor scale."""
+    return scheme.tiles(2)[0] == 1 and scheme.pack_axis == -1 and not isinstance(scheme.scale, Scheme)
 
 
 def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:

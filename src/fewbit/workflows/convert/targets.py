@@ -208,6 +208,8 @@ def _check_gguf(model: Model, plan: Plan) -> None:
 def prepared(to: str, model: Model) -> Model:
     """The model as a target names its tensors. For the containers it is named as a Hugging Face checkpoint.
 
+    Embeddings that are quantized in the source, and that a container cannot store quantized, are dequantized.
+
     Args:
         to: the name of a target.
         model: the source.
@@ -220,7 +222,27 @@ def prepared(to: str, model: Model) -> Model:
         raise QuantError(f"--to {to!r} is not a file layout; {near_names(to, target_names())}")
     if to in ("fewbit", "gguf", "orbax"):
         return model
-    return as_hugging_face(model)
+    model = as_hugging_face(model)
+    if to not in (one.name for one in CONTAINERS):
+        return model
+    return _with_float_embeddings(container(to), model)
+
+
+def _with_float_embeddings(target: AbstractContainer, model: Model) -> Model:
+    """The model, the embeddings dequantized that the container cannot store quantized."""
+    roles, info = _roles(model), dict(model.info)
+    for path, one in model.info.items():
+        name = model.names.get(path, path)
+        if one.scheme is None or roles[name] is not Role.EMBEDDING:
+            continue
+        if target.refusal(Weight(name, one.shape, one.dtype, one.scheme, None, Role.EMBEDDING)) is not None:
+            info[path] = dataclasses.replace(one, scheme=None)
+
+    def load(path: str) -> Value:
+        value = model.load(path)
+        return decoded(value) if isinstance(value, QArray) and info[path].scheme is None else value
+
+    return dataclasses.replace(model, info=info, load=load)
 
 
 def fused_modules(to: str) -> tuple[tuple[str, ...], ...]:
@@ -290,7 +312,8 @@ def planned_weights(model: Model, plan: Plan) -> tuple[list[Weight], list[str]]:
 def _roles(model: Model) -> dict[str, Role]:
     """The role of each tensor by its name. One that no table has is a matmul's weight."""
     shapes = {model.names.get(path, path): info.shape for path, info in model.info.items()}
-    found = checkpoint_roles(shapes, model.metadata, kind=model.kind, use_modules=False).roles
+    kind = "safetensors" if "model_type" in model.metadata else model.kind  # a GGUF source has been renamed
+    found = checkpoint_roles(shapes, model.metadata, kind=kind, use_modules=False).roles
     return {name: Role.MATMUL if one.role is Role.UNKNOWN else one.role for name, one in found.items()}
 
 
