@@ -51,7 +51,7 @@ def test_weights_come_back_and_others_find_the_files_they_expect(tmp_path):
     config = json.loads((path / "config.json").read_text())
     assert config["model_type"] == "demo" and config["quantization_config"]["quant_method"] == "simple"
     found = io.read(path)
-    assert found.metadata == {"model_type": "demo"} and found.facts == {"recipe": "int8"}
+    assert found.metadata == {"model_type": "demo", "torch_dtype": "float32"} and found.facts == {"recipe": "int8"}
     assert found.notes == ("simple: 2 weights in int8",)
     for weight in (UP, DOWN):
         back = found.tensors[weight.name]
@@ -59,6 +59,15 @@ def test_weights_come_back_and_others_find_the_files_they_expect(tmp_path):
         np.testing.assert_array_equal(back.codes, q(weight).codes)
     np.testing.assert_array_equal(found.tensors["layers.0.up.bias"], BIAS)
     assert io.verify(path) == []
+
+
+@pytest.mark.parametrize(
+    "named", [{"dtype": "bfloat16"}, {"torch_dtype": "float16"}, {"text_config": {"dtype": "bfloat16"}}]
+)
+def test_the_dtype_of_a_config_stays(tmp_path, named):
+    with ContainerWriter(tmp_path / "m", Simple(), weights=(UP,), config={"model_type": "demo", **named}) as writer:
+        writer.add(UP.name, q(UP))
+    assert io.read(tmp_path / "m").metadata == {"model_type": "demo", **named}
 
 
 def test_files_of_bounded_size_have_an_index(tmp_path):

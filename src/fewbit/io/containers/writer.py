@@ -19,6 +19,7 @@ from ..safetensors.reader import INDEX, SINGLE, read_safetensors_directory
 from ..shards import Progress, ShardWriter, host_array
 from ..staged_writer import AbstractWriter
 from .container import AbstractContainer, Weight
+from .encodings.stored import FLOATS, named_dtype
 from .reader import with_weights
 
 
@@ -70,7 +71,7 @@ class ContainerWriter(AbstractWriter):
         self._container, self._facts = container, dict(facts or {})
         self._weights = {weight.name: weight for weight in weights}
         self._added = container.files(weights, kept, config or {})
-        self._config = {**(config or {}), **self._added.config}
+        self._config = {**_with_dtype(config or {}, weights), **self._added.config}
         self._files = {**(files or {}), **self._added.small}
         _check_files(self._files)
         dumped(self._config, CONFIG)
@@ -159,6 +160,14 @@ def _values(value: Tensor, dtype: np.dtype) -> np.ndarray:
     """The dequantized values in the dtype of the weight."""
     assert isinstance(value, QArray)
     return np.asarray(dequantize(value, dtype)).astype(np.float32)
+
+
+def _with_dtype(config: Mapping[str, Any], weights: Iterable[Weight]) -> dict[str, Any]:
+    """The `config.json` with the dtype of the weights, if it names none: readers would take their own and round to it."""
+    dtypes = [weight.dtype for weight in weights if weight.dtype in FLOATS]
+    if not dtypes or named_dtype(config) is not None:
+        return dict(config)
+    return {**config, "torch_dtype": max(dtypes, key=dtypes.count)}
 
 
 def _check_files(files: Mapping[str, bytes]) -> None:

@@ -26,13 +26,19 @@ NAN_SCALE = 255
 
 def config_dtype(config: Mapping[str, Any], default: str) -> np.dtype:
     """The dtype of a model's values: `dtype` or `torch_dtype` of its `config.json`, else the default."""
+    named = named_dtype(config)
+    return FLOATS[default] if named is None else named
+
+
+def named_dtype(config: Mapping[str, Any]) -> np.dtype | None:
+    """The dtype that a `config.json` names. None without one."""
     for section in (config, config.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(section, Mapping) and isinstance(section.get(key), str):
                 name = section[key].removeprefix("torch.")
                 if name in FLOATS:
                     return FLOATS[name]
-    return FLOATS[default]
+    return None
 
 
 def stored_integers(bits: int, tiles: Sequence[Tile], scale: str, *, has_zero: bool) -> Scheme:
