@@ -320,3 +320,11 @@ def test_dtypes_that_jax_lacks(tmp_path, dtype):
     assert found.dtype == tree["a"].dtype
     np.testing.assert_array_equal(found, tree["a"])
     np.testing.assert_array_equal(fb.load(tmp_path / "p")["a"], tree["a"])
+
+
+@pytest.mark.parametrize("name", ["float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn", "float8_e8m0fnu", "int2"])
+def test_small_dtypes_come_back_in_numpy_where_jax_has_none(tmp_path, name):
+    x = np.array([1, 0, 1], getattr(ml_dtypes, name))
+    found = fb.load(fb.save(tmp_path / "x", {"a": x}))["a"]
+    assert isinstance(found, np.ndarray) == name.startswith("float6_")
+    assert found.dtype == x.dtype and np.asarray(found).tobytes() == x.tobytes()

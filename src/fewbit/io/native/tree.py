@@ -360,4 +360,4 @@ def _unlike(value: object) -> Any:
 
 def _is_narrowed(dtype: np.dtype) -> bool:
     """True if JAX, as configured, narrows this dtype, or lacks it."""
-    return dtype.char in "gG" or jax.dtypes.canonicalize_dtype(dtype) != dtype
+    return dtype.char in "gG" or dtype.name.startswith("float6_") or jax.dtypes.canonicalize_dtype(dtype) != dtype

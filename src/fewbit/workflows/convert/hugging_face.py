@@ -75,8 +75,17 @@ def llama_json(config: DecoderConfig) -> dict[str, Any]:
         UnsupportedError: for a decoder that is not a Llama.
     """
     fields = {ours: getattr(config, ours) for ours in _LLAMA_KEYS}
-    if dataclasses.replace(config, rope="half") != DecoderConfig(**fields):
-        raise UnsupportedError("the model is not a Llama, so no config.json can be made for it; start from the checkpoint")
+    plain = DecoderConfig(**fields)
+    if dataclasses.replace(config, rope="half") != plain:
+        others = [
+            f"{field.name}={getattr(config, field.name)}"
+            for field in dataclasses.fields(config)
+            if field.name != "rope" and getattr(config, field.name) != getattr(plain, field.name)
+        ]
+        raise UnsupportedError(
+            "the model is not a Llama, so no config.json can be made for it, or one with settings that are not written: "
+            f"{', '.join(others)}; start from the checkpoint"
+        )
     names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
     return {**names, **{theirs: fields[ours] for ours, theirs in _LLAMA_KEYS.items()}}
 
