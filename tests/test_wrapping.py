@@ -1,11 +1,11 @@
-"""Functions that stand in for others."""
+"""Wrappers with the name, docstring and signature of the function that they wrap."""
 
 import inspect
 from typing import Any
 
 import pytest
 
-from fewbit._wrapping import presented_as, signature_of
+from fewbit._wrapping import copy_signature, signature_of
 
 
 def wrapper() -> Any:
@@ -26,7 +26,7 @@ def named(params, /, x, *rest, scale: float = 1.0, **more):
 )
 def test_a_wrapper_has_the_name_the_text_and_the_signature(second, keywords, expected):
     fn = wrapper()
-    presented_as(named, fn, second, keywords)
+    copy_signature(named, fn, second, keywords)
     assert (fn.__name__, fn.__doc__, fn.__module__) == ("named", "Some text.", __name__)
     assert str(inspect.signature(fn)) == expected
 
@@ -34,7 +34,7 @@ def test_a_wrapper_has_the_name_the_text_and_the_signature(second, keywords, exp
 def test_what_has_no_signature_keeps_that_of_the_wrapper():
     for one in (max, lambda *args: args):
         fn = wrapper()
-        presented_as(one, fn, second="adapters")
+        copy_signature(one, fn, second="adapters")
         assert str(inspect.signature(fn)) == "(*args, **kwargs)"
     assert signature_of(max) is None
 
@@ -45,5 +45,5 @@ def test_an_object_that_is_called_has_no_name():
             return x
 
     fn = wrapper()
-    presented_as(Model(), fn)
+    copy_signature(Model(), fn)
     assert fn.__name__ == "<lambda>" and list(inspect.signature(fn).parameters) == ["x"]

@@ -1,5 +1,6 @@
-"""Functions that stand in for others."""
+"""Wrappers with the name, docstring and signature of the function that they wrap."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def presented_as(
+def copy_signature(
     fn: Callable[..., Any], wrapper: Callable[..., Any], second: str | None = None, keywords: tuple[str, ...] = ()
 ) -> None:
     """Gives a wrapper the name, the docstring and the signature of a function, for `help` and `jax.jit(static_argnames=)`.
@@ -26,9 +27,8 @@ def presented_as(
         second: the name of an argument that the wrapper takes after the first one of `fn`.
         keywords: the names of its further keyword arguments, whose default is None.
     """
-    for name in _ATTRIBUTES:
-        if hasattr(fn, name):
-            setattr(wrapper, name, getattr(fn, name))
+    functools.update_wrapper(wrapper, fn, _ATTRIBUTES, ())
+    del wrapper.__wrapped__  # type: ignore[attr-defined] # inspect would take its signature for the wrapper's
     found = signature_of(fn)
     if found is None:
         return

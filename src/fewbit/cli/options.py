@@ -159,23 +159,16 @@ KeepScales = Annotated[
 ]
 MAX_SEED = 2**63 - 1
 """The largest seed of `jax.random.key`."""
-Seed = Annotated[
-    int | None, typer.Option("--seed", min=-MAX_SEED, max=MAX_SEED, help="The seed of the rotation; default 0.")
-]
 
-BitsSeed = Annotated[
-    int | None,
-    typer.Option("--seed", min=-MAX_SEED, max=MAX_SEED, help="The seed of the labels that --bits draws; default 0."),
-]
-RotationOrBitsSeed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        min=-MAX_SEED,
-        max=MAX_SEED,
-        help="The seed of the rotation, and of the labels that --bits draws; default 0.",
-    ),
-]
+
+def seed_option(of: str) -> Any:
+    """The option `--seed` of what is drawn at random."""
+    return typer.Option("--seed", min=-MAX_SEED, max=MAX_SEED, help=f"The seed of {of}; default 0.")
+
+
+RotationSeed = Annotated[int | None, seed_option("the rotation")]
+BitsSeed = Annotated[int | None, seed_option("the labels that --bits draws")]
+RotationOrBitsSeed = Annotated[int | None, seed_option("the rotation, and of the labels that --bits draws")]
 
 
 def rotation_seed(rotate: bool, seed: int | None, bits: float | None = None) -> int | None:

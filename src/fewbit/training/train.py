@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from .._wrapping import presented_as, signature_of
+from .._wrapping import copy_signature, signature_of
 from ..array import scheme
 from ..array.scheme import Scheme
 from ..errors import QuantError
@@ -108,7 +108,7 @@ def train(
         result: R = evaluate(interpreter, traced, array_leaves(((latents, *args), kwargs)), chosen)
         return result
 
-    presented_as(fn, trained, keywords=_KEYWORDS)
+    copy_signature(fn, trained, keywords=_KEYWORDS)
     return trained
 
 

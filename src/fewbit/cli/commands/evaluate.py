@@ -6,7 +6,17 @@ from typing import Annotated
 import typer
 
 from ..app import app
-from ..options import MAX_SEED, ActivationKind, Json, ModelPath, Rotate, Seed, path_argument, path_option, rotation_seed
+from ..options import (
+    ActivationKind,
+    Json,
+    ModelPath,
+    Rotate,
+    RotationSeed,
+    path_argument,
+    path_option,
+    rotation_seed,
+    seed_option,
+)
 
 TextName = Annotated[
     str | None,
@@ -99,7 +109,7 @@ def compare(
     tokens: Tokens = None,
     window: Window = None,
     rotate: Rotate = False,
-    seed: Seed = None,
+    seed: RotationSeed = None,
     chart: Annotated[Path | None, path_option("--chart", help="Draw quality against size here (.svg or .png).")] = None,
     activations: ActivationKind = None,
     engine: EngineName = "auto",
@@ -136,9 +146,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="The number of new tokens at most.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy decoding; above 0 samples.")] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=-MAX_SEED, max=MAX_SEED, help="The seed of sampling; default 0.")
-    ] = None,
+    seed: Annotated[int | None, seed_option("sampling")] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -199,7 +207,7 @@ def demo(
     text: TextName = None,
     tokens: Tokens = None,
     rotate: Rotate = False,
-    seed: Seed = None,
+    seed: RotationSeed = None,
     full: Annotated[bool, typer.Option("--full", help="Show every row of the plan.")] = False,
     json: Json = False,
 ) -> None:

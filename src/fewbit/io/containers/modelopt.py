@@ -3,7 +3,6 @@
 A module `m` has `m.weight` and `m.weight_scale`, and in NVFP4 `m.weight_scale_2`, a factor of the tensor.
 """
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -118,9 +117,7 @@ class ModelOpt(AbstractContainer):
         section = config.get("quantization_config")
         if isinstance(section, Mapping):
             return section.get("quant_method") == "modelopt"
-        return any(
-            map(functools.partial(_is_scale_of_modelopt, tensors), tensors.info)
-        )  # the section is in hf_quant_config.json
+        return any(_is_scale(name, tensors) for name in tensors.info)  # the section is in hf_quant_config.json
 
     def decoded(self, config: Mapping[str, Any], tensors: Tensors, where: str) -> Tensors:
         dtype = config_dtype(config, "bfloat16")
@@ -134,7 +131,7 @@ class ModelOpt(AbstractContainer):
         return grouped(tensors, groups, where)
 
 
-def _is_scale_of_modelopt(tensors: Tensors, name: str) -> bool:
+def _is_scale(name: str, tensors: Tensors) -> bool:
     """Whether a tensor is a scale that directories without a section in `config.json` have: of NVFP4 or FP8 weights."""
     module, _, part = name.rpartition(".")
     weight = tensors.info.get(f"{module}.weight")

@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from ..._wrapping import presented_as
+from ..._wrapping import copy_signature
 from ...errors import QuantError, UnsupportedError
 from ..qat import rules as qat_rules  # noqa: F401 - it fills the rules of Latents
 from ..qat.latent import Latent
@@ -81,7 +81,7 @@ def evaluated(
         result: R = evaluate(interpreter, Traced.of(fn, args, kwargs), values)
         return result
 
-    presented_as(fn, wrapped)
+    copy_signature(fn, wrapped)
     return wrapped
 
 

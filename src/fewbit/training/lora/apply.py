@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from ..._wrapping import presented_as
+from ..._wrapping import copy_signature
 from ...array.qarray import QArray
 from ...errors import QuantError
 from ...ops.interpret.evaluator import Decoded
@@ -84,7 +84,7 @@ def apply(
 
         return inner(with_adapters(params, adapters, with_adapter), *args, **kwargs)
 
-    presented_as(fn, adapted, second="adapters", keywords=("dropout_key",))
+    copy_signature(fn, adapted, second="adapters", keywords=("dropout_key",))
     return adapted
 
 

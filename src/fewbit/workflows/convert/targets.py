@@ -15,6 +15,7 @@ import numpy as np
 from ..._registry import near_names
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
+from ...io.checkpoint import TensorInfo
 from ...io.containers.container import AbstractContainer, Weight
 from ...io.containers.huggingface import HuggingFace
 from ...io.containers.registry import CONTAINERS, container
@@ -230,19 +231,21 @@ def prepared(to: str, model: Model) -> Model:
 
 def _with_float_embeddings(target: AbstractContainer, model: Model) -> Model:
     """The model, the embeddings dequantized that the container cannot store quantized."""
-    roles, info = _roles(model), dict(model.info)
+    roles, floats = _roles(model), dict[str, TensorInfo]()
     for path, one in model.info.items():
         name = model.names.get(path, path)
         if one.scheme is None or roles[name] is not Role.EMBEDDING:
             continue
         if target.refusal(Weight(name, one.shape, one.dtype, one.scheme, None, Role.EMBEDDING)) is not None:
-            info[path] = dataclasses.replace(one, scheme=None)
+            floats[path] = dataclasses.replace(one, scheme=None)
+    if not floats:
+        return model
 
     def load(path: str) -> Value:
         value = model.load(path)
-        return decoded(value) if isinstance(value, QArray) and info[path].scheme is None else value
+        return decoded(value) if path in floats else value
 
-    return dataclasses.replace(model, info=info, load=load)
+    return dataclasses.replace(model, info={**model.info, **floats}, load=load)
 
 
 def fused_modules(to: str) -> tuple[tuple[str, ...], ...]:
