@@ -1,9 +1,10 @@
 """What a path holds is recognised by its content; everything else is one clear sentence."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from fewbit import QuantError, io
+from fewbit import QuantError, UnsupportedError, io
 
 from .examples import quantized
 
@@ -80,3 +81,22 @@ def test_infinity_in_the_config_of_transformers(tmp_path, constant):
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (tmp_path / "config.json").write_text(f'{{"time_step_limit": [0.0, {constant}]}}')
     assert io.read(tmp_path).metadata == {"time_step_limit": [0.0, {"__float__": constant}]}
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale"),
+    [
+        ({"w.qweight": np.zeros((8, 2), np.int32)}, "w.scales"),
+        ({"w.weight": np.zeros((8, 8), ml_dtypes.float8_e4m3fn)}, "w.weight_scale_inv"),
+        ({"w.weight": np.zeros((8, 8), np.int8)}, "w.weight_scale"),
+    ],
+)
+def test_codes_that_no_section_describes_are_refused(codes, scale, tmp_path):
+    """Nobody knows their layout: an AWQ directory whose settings lie in quant_config.json alone, say."""
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    save_file({**codes, scale: np.ones(8, np.float32)}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UnsupportedError, match=f"{scale}'.*quantization_config"):
+        io.read(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "theirs"}}')
+    assert set(io.read(tmp_path).tensors) == {*codes, scale}

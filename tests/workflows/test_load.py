@@ -112,6 +112,18 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path):
     assert "'model.layers.4.enorm.weight'" in workflows.load(directory).why_not_run
 
 
+@needs_tokenizers
+def test_ranges_of_a_cache_and_biases_of_zeros_are_left_out(tmp_path):
+    scale, wide = np.ones(1, np.float32), np.zeros(SMALL.hidden, np.float32)
+    layer = "model.layers.0."
+    ranges = {f"{layer}self_attn.{name}": scale for name in ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")}
+    directory = llama_directory(tmp_path, changed={**ranges, f"{layer}mlp.up_proj.bias": wide})
+    model = workflows.load(directory)
+    assert model.why_not_run == "" and list(model.info) == list(models.shapes(model.config))
+    llama_directory(tmp_path, changed={f"{layer}mlp.up_proj.bias": wide + 1})
+    assert "'model.layers.0.mlp.up_proj.bias' is layers/0/mlp/up_bias" in workflows.load(directory).why_not_run
+
+
 def test_a_missing_path_says_so(tmp_path):
     with pytest.raises(QuantError, match=r"nothing\.gguf does not exist"):
         workflows.load(tmp_path / "nothing.gguf")

@@ -19,7 +19,7 @@ class NameTable:
         title: its name in messages.
         names: our path -> their name; `{}` is the number of the layer, a second one that of the expert, in both.
         transposed: the paths whose weights are stored `[in, out]`.
-        derived: a pattern of buffers that are computed from the configuration.
+        derived: a pattern of buffers that the decoder does not read, such as frequencies and ranges of a cache.
     """
 
     title: str
@@ -50,7 +50,7 @@ class NameTable:
         return _translated(name, paths, f"{self.title} name of a decoder's parameter")
 
     def is_derived(self, name: str) -> bool:
-        """Whether the name is a buffer computed from the configuration."""
+        """Whether the name is a buffer that the decoder does not read: computed from the configuration, or a cache's range."""
         return re.fullmatch(self.derived, name) is not None
 
     def is_transposed(self, path: str) -> bool:

@@ -5,10 +5,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from .._json import file_text, parsed
 from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
-from ..io.checkpoint import Checkpoint
+from ..io.checkpoint import Checkpoint, Tensors
 from ..io.read import read
 from ..models.config import DecoderConfig
 from ..models.families.gguf import config_from_gguf, gguf_table_of
@@ -143,12 +145,20 @@ def _names(checkpoint: Checkpoint, table: NameTable | None, config: DecoderConfi
     """The tensor name of each parameter path, in the order of the architecture. It also checks shapes."""
     stored = {name: info.shape for name, info in checkpoint.tensors.info.items()}
     if table is not None:
-        return names_by_path(stored, table, config)
+        zeros = _zero_biases(checkpoint.tensors, table, config)
+        return names_by_path({name: shape for name, shape in stored.items() if name not in zeros}, table, config)
     check_layers(config, len(stored))
     expected = shapes(config)
     if odd := [path for path in {**expected, **stored} if stored.get(path) != expected.get(path)]:
         raise QuantError(f"tensors are missing, unexpected or of another shape than config says: {', '.join(odd[:5])}")
     return {path: path for path in expected}
+
+
+def _zero_biases(tensors: Tensors, table: NameTable, config: DecoderConfig) -> set[str]:
+    """The names of biases that the architecture does not have and that are zero, as some GPTQ writers add to every module."""
+    expected = dict(shapes(config))
+    biases = [name for name in tensors.info if name.endswith(".bias") and not is_extra(name, config)]
+    return {name for name in biases if table.path(name) not in expected and not np.asarray(tensors[name]).any()}
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -26,6 +26,8 @@ def random_blocks(name: str, rows: int, blocks: int, halves=HALVES) -> np.ndarra
     rng = np.random.default_rng(1)
     layout = LAYOUTS[name]
     data = rng.integers(0, 256, (rows, blocks, layout.nbytes), np.uint8)
+    if name == "TQ2_0":
+        data &= ~(data & data >> 1 & 0b01010101)  # no quantizer writes code 3
     if name == "NVFP4":
         data[..., :4] = rng.integers(0, 127, (rows, blocks, 4))
     elif name != "MXFP4":
@@ -110,6 +112,13 @@ def test_only_exponent_byte_255_has_no_qarray():
     assert not is_lossless(data, "MXFP4")
     assert all(is_lossless(random_blocks(n, 1, 1), n) for n in LAYOUTS if n != "MXFP4")
     assert not is_lossless(random_blocks("NVFP4", 1, 1) | 127, "NVFP4")
+
+
+def test_code_3_of_tq2_0_has_no_qarray():
+    data = random_blocks("TQ2_0", 1, 2)
+    assert is_lossless(data, "TQ2_0")
+    data[0, 70] |= 0b1100  # a code of the second block
+    assert not is_lossless(data, "TQ2_0")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -260,10 +260,11 @@ def test_what_does_not_fit_like_is_named(tmp_path):
         ({"a": abstract({"q": Q})}, "leaf 'a/q' is an abstract array"),
         (Twins(X, X), "two leaves of the tree have the path '1'"),
         ({"a": np.array(["text"])}, "tensor 'a' has dtype <U4"),
-        ({"a": 3}, "would have no tensors"),
+        ({"a": 3}, "the tree has no arrays"),
+        ({"a": np.ma.masked_array(np.ones(2), [0, 1])}, "leaf 'a' is a masked array, whose mask has no place in a file"),
         ({"w": Q, "w.codes": X}, "tensor name 'w.codes' is taken already"),
     ],
-    ids=["object", "abstract", "abstract QArray", "two of one path", "text", "no arrays", "taken"],
+    ids=["object", "abstract", "abstract QArray", "two of one path", "text", "no arrays", "masked", "taken"],
 )
 def test_leaves_without_a_form(tmp_path, tree, match):
     with pytest.raises(QuantError, match=match):

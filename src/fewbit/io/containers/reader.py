@@ -6,6 +6,7 @@ import pathlib
 
 import numpy as np
 
+from ...errors import UnsupportedError
 from ..checkpoint import Checkpoint, Tensors
 from ..native.manifest import FORMAT, MANIFEST, read_manifest
 from ..native.reader import checked_array, checked_files, stored_tensors
@@ -24,17 +25,39 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises:
         QuantError: when the tensors of a weight do not fit together, or a file that fewbit wrote was changed.
-        UnsupportedError: for a variant of the container that has no scheme.
+        UnsupportedError: for a variant of the container that has no scheme, or codes that no section describes.
     """
     checkpoint = _with_hashes(checkpoint)
     found = next((one for one in CONTAINERS if one.recognises(checkpoint.metadata, checkpoint.tensors)), None)
     if found is None:
+        _check_no_codes(checkpoint)
         return checkpoint
     tensors = found.decoded(checkpoint.metadata, checkpoint.tensors, str(checkpoint.path))
     metadata = {key: value for key, value in checkpoint.metadata.items() if key not in found.config_keys}
     floats = notes_on_floats(checkpoint.tensors, tensors)
     notes = (*checkpoint.notes, f"{found.name}: {_counts(tensors)}", *floats)
     return dataclasses.replace(checkpoint, tensors=tensors, metadata=metadata, notes=notes)
+
+
+_SCALES = ("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
+"""The last part of a scale's name, in the containers of other programs."""
+_CODES = ("int8", "uint8", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def _check_no_codes(checkpoint: Checkpoint) -> None:
+    """Refuses codes with scales of their own that no section describes; read as numbers they would be something else."""
+    info = checkpoint.tensors.info
+    if "quantization_config" in checkpoint.metadata:
+        return  # a container that is not known; it can be inspected, and planning refuses it
+    for name, entry in info.items():
+        module, _, part = name.rpartition(".")
+        scale = next((scale for part in _SCALES if (scale := f"{module}.{part}") in info), None)
+        if part in ("weight", "qweight") and entry.dtype in _CODES and scale is not None:
+            raise UnsupportedError(
+                f"{checkpoint.path} has quantized weights (the {entry.dtype} codes {name!r} with {scale!r}), but config.json has no "
+                "'quantization_config' that says how to read them; put the contents of quant_config.json or "
+                "quantize_config.json there, or start from the float checkpoint"
+            )
 
 
 def _counts(tensors: Tensors) -> str:

@@ -72,12 +72,16 @@ def is_lossless(data: np.ndarray, type_name: str) -> bool:
     """True if a QArray represents these blocks exactly.
 
     The exceptions are scale bytes that ggml reads otherwise: 255 of MXFP4 (2**128, halved; NaN in E8M0), and those above 126
-    of NVFP4 (NaN or negative in E4M3).
+    of NVFP4 (NaN or negative in E4M3); and code 3 of TQ2_0, 2 in ggml, which no quantizer writes.
     """
+    layout = LAYOUTS[type_name]
+    blocks = data.reshape(-1, layout.nbytes)
+    if type_name == "TQ2_0":
+        codes = blocks[:, layout.first : layout.first + layout.codes.nbytes]
+        return not (codes & codes >> 1 & 0b01010101).any()
     if type_name not in _LARGEST_SCALE:
         return True
-    layout = LAYOUTS[type_name]
-    scales = data.reshape(-1, layout.nbytes)[:, layout.scale : layout.first]
+    scales = blocks[:, layout.scale : layout.first]
     return not (scales > _LARGEST_SCALE[type_name]).any()
 
 

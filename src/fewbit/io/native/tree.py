@@ -66,6 +66,8 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, overwrite: bool = False)
             section["scalars"][name] = _scalar_form(leaf)
         elif not _is_code(leaf):
             arrays[name] = _storable(name, leaf, section)
+    if not arrays:
+        raise QuantError(f"the tree has no arrays; fb.save writes arrays, and numbers and strings beside them")
     with DirectoryWriter(path, config={_SECTION: section}, overwrite=overwrite) as writer:
         for name, value in arrays.items():
             writer.add(name, value)
@@ -190,6 +192,8 @@ def _storable(name: str, leaf: PyTree, section: dict[str, dict[str, Any]]) -> An
             f"leaf {name!r} is {kind}; fb.save writes arrays, QArrays, random keys, numbers and strings. "
             "Make it static in its module, or leave it out"
         )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise QuantError(f"leaf {name!r} is a masked array, whose mask has no place in a file; save its data and its mask")
     _check_readable(name, leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         section["keys"][name] = str(jax.random.key_impl(leaf))

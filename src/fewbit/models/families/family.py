@@ -54,6 +54,11 @@ HF_PARTS = {
 """The names of the parts of a layer in Hugging Face files that most families share."""
 
 
+_INVERSE_FREQUENCIES = r"model\.(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+_CACHE_RANGES = r"model\.layers\.\d+\.self_attn\.(?:(?:qkv?|[kv])_proj\.)?(?:[qkv]|kv|prob)_(?:scale|zero_point)"
+"""Static ranges of a quantized KV cache, by compressed-tensors and ModelOpt. A cache of ours is not quantized, or by position."""
+
+
 def hf_table(changed: Mapping[str, str] | None = None) -> NameTable:
     """The table of a Hugging Face family. `changed` adds and replaces names of the parts of a layer."""
     outside = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
@@ -62,7 +67,7 @@ def hf_table(changed: Mapping[str, str] | None = None) -> NameTable:
         outside,
         "model.layers.{}.",
         _with_changes(HF_PARTS, changed),
-        derived=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq",
+        derived=rf"{_INVERSE_FREQUENCIES}|{_CACHE_RANGES}",
     )
 
 
