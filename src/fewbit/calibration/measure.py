@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,7 @@ from ..ops.interpret.observe import AbstractMeasure, ProductOperand
 from .ranges import AbstractRange, RangeState
 
 Statistic = Literal["range", "absmax", "sum", "abssum", "squares", "hessian", "cross"]
-STATISTICS = ("range", "absmax", "sum", "abssum", "squares", "hessian")
+STATISTICS = ("range", "absmax", "sum", "abssum", "squares", "hessian", "cross")
 
 
 @jax.tree_util.register_dataclass
@@ -83,10 +83,6 @@ class Measure(AbstractMeasure):
     collect: tuple[Statistic, ...]
 
     def __post_init__(self) -> None:
-        if "cross" in self.collect:
-            raise QuantError(
-                "cross needs the inputs of two models: `fewbit quantize --method qep` collects it layer by layer"
-            )
         for word in self.collect:
             if word not in STATISTICS:
                 raise QuantError(f"collect has {word!r}; {near_names(str(word), STATISTICS)}")
@@ -135,6 +131,28 @@ class Inputs(AbstractMeasure):
 
     def joined(self, earlier: jax.Array, later: jax.Array) -> jax.Array:
         return jnp.concatenate([earlier, later], axis=-2)
+
+    def folded(self, stack: jax.Array | None) -> jax.Array | None:
+        if stack is None:
+            return None
+        *batch, T, K = stack.shape[1:]
+        return jnp.moveaxis(stack, 0, -3).reshape(*batch, len(stack) * T, K)
+
+
+def with_cross(found: Mapping[str, Any], inputs: Mapping[str, Any], quantized: Mapping[str, Any]) -> dict[str, Any]:
+    """Statistics with the cross moments of two models.
+
+    Args:
+        found: the statistics of the quantized model, by parameter.
+        inputs: what `Inputs` measured in the float model.
+        quantized: what it measured in the quantized one.
+    """
+    return {
+        path: dataclasses.replace(one, cross=cross_moments(inputs[path], quantized[path]))
+        if isinstance(one, Observation)
+        else one
+        for path, one in found.items()
+    }
 
 
 def cross_moments(inputs: jax.Array | None, quantized: jax.Array | None) -> jax.Array | None:

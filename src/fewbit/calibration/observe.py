@@ -3,22 +3,23 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jaxtyping import PyTree
 
 from ..array.qarray import is_qarray
 from ..errors import QuantError, UnsupportedError
-from ..ops.interpret.observe import Measurements, Observed, calibration_rules, observed
-from ..ops.interpret.parameter_uses import Product
+from ..kernels.quantize.dispatch import dequantize
+from ..ops.interpret.observe import AbstractMeasure, Measurements, Observed, calibration_rules, observed
+from ..ops.interpret.parameter_uses import Place, Product
 from ..ops.interpret.traced import Traced, array_leaves
 from ..ops.interpret.transparent import Decoded, evaluate, evaluator
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
 from ..recipe.resolution import Resolution
 from ..recipe.rule import PRODUCT_OPS
-from .measure import Measure, Statistic
+from .measure import Inputs, Measure, Statistic, with_cross
 from .range_rules import AbsMaxRange
 from .ranges import AbstractRange
 from .stats import Stats
@@ -32,6 +33,7 @@ def observe(
     *,
     rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
     collect: Sequence[Statistic] = ("range",),
+    quantized: PyTree = None,
     **kwargs: object,
 ) -> Stats:
     """Collects activation statistics of the parameters that a recipe quantizes.
@@ -51,15 +53,18 @@ def observe(
         rule: how ranges are estimated; the default is the amax of all batches.
         collect: "range"; "absmax", the amax of each channel, for SmoothQuant; "sum", the sum of each channel, for bias
             correction; "abssum", the sum of magnitudes of each channel, for AWQ; "squares", the sum of `x**2` of each channel,
-            for imatrix; "hessian", the sum of `x x^T` over all vectors that a product contracts, for GPTQ and AWQ.
+            for imatrix; "hessian", the sum of `x x^T` over all vectors that a product contracts, for GPTQ and AWQ; "cross", the
+            sum of `f x^T` with the same vector `f` of the float model, for QEP.
+        quantized: `params` with some parameters quantized. The statistics are then those of `fn` with these; "cross" needs it, and
+            runs `fn` with `params`, too. None: `params`.
         kwargs: keyword arguments of `fn`.
 
     Returns:
         The statistics of every such parameter and product; `stats.recipe(recipe)` makes the ranges static.
 
     Raises:
-        QuantError: without batches, for an unknown statistic, when a rule that is not optional matches nothing, and for a
-            parameter that `fb.plan` refuses.
+        QuantError: without batches, for an unknown statistic, "cross" without `quantized`, when a rule that is not optional
+            matches nothing, and for a parameter that `fb.plan` refuses.
         UnsupportedError: for a product inside a `while` loop or a `shard_map`, from which no statistics can be returned, and
             for a kind of product that has no such statistic.
 
@@ -70,44 +75,97 @@ def observe(
     >>> str(stats.recipe("w8a8").rules[0].policy.activation.calibration)
     'fixed,-3,3'
     """
-    resolved, measure = as_recipe(recipe), Measure(rule, tuple(collect))
-    found: dict[str, Any] | None = None
+    resolved = as_recipe(recipe)
     plan: Resolution | None = None  # of the first batch
-    decoded: list[Decoded] = []
-    joined = jax.jit(lambda earlier, later: {path: measure.joined(earlier[path], later[path]) for path in earlier})
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def measured(others: _Static, arrays: list[Any]) -> dict[str, Any]:
+    def chosen(traced: Traced, params: PyTree) -> Chosen:
         nonlocal plan
-        params, inputs = others.merged(arrays)
-        traced = Traced.of(functools.partial(fn, **kwargs), (params, *inputs), {})
         here = Resolution.of_traced(resolved, traced, params)
         plan = plan or here
-        notes = Measurements(measure)
-        interpreter = evaluator("dequantize", decoded.append, calibration_rules(notes))
-        chosen = []
-        for product in _measured_products(plan, collect):
-            if product.name in here.places:
-                proxy = Observed(None, _label(product.name), notes)
-                chosen.append((product, here.places[product.name], proxy))
-        proxies = observed(params, _measured_paths(plan), notes)
-        evaluate(interpreter, traced, array_leaves((proxies, *inputs)), chosen)
-        return notes.found
+        products = [(product, here.places.get(product.name)) for product in _measured_products(plan, collect)]
+        return _measured_paths(plan), products
 
-    for batch in batches:
-        inputs = batch if isinstance(batch, tuple) else (batch,)
-        now = measured(*_split((params, inputs)))
-        assert plan is not None
-        paths, products = _measured_paths(plan), _measured_products(plan, collect)
-        _refuse_missing(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
-        found = now if found is None else joined(found, now)
-    if found is None or plan is None:
-        raise QuantError("batches is empty; pass at least one batch")
-    known = plan.parameters
+    found = collected(functools.partial(fn, **kwargs), params, batches, chosen, rule, collect, quantized)
+    assert plan is not None
+    products, known = _measured_products(plan, collect), plan.parameters
     ops = tuple((path, tuple(dict.fromkeys(use.op for use in known[path].uses))) for path in found if path in known)
     pairs = {product.name: found[_label(product.name)] for product in products}
     own = tuple(known[path].role for path, _ in ops)
     return Stats({path: found[path] for path, _ in ops}, ops, own, pairs, tuple((p.name, p.op) for p in products))
+
+
+Chosen: TypeAlias = tuple[Sequence[str], Sequence[tuple[Product, Place | None]]]
+"""The parameters to measure, and the products without a parameter with their places in the trace; None: not in this one."""
+
+
+def collected(
+    fn: Callable[..., Any],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    chosen: Callable[[Traced, PyTree], Chosen],
+    rule: AbstractRange,
+    collect: Sequence[Statistic],
+    quantized: PyTree = None,
+) -> dict[str, Any]:
+    """Statistics of chosen parameters and products, by their names.
+
+    Args:
+        fn: as for `observe`.
+        params: likewise.
+        batches: likewise.
+        chosen: what to measure in the trace of a batch, given the parameters.
+        rule: as for `observe`.
+        collect: likewise.
+        quantized: likewise.
+
+    Raises:
+        QuantError: as `observe`.
+        UnsupportedError: likewise.
+    """
+    if "cross" in collect and quantized is None:
+        raise QuantError("cross compares two models; pass quantized=, the parameters of which some are quantized")
+    measure = Measure(rule, tuple(collect))
+    found: dict[str, Any] | None = None
+    decoded: list[Decoded] = []
+    wanted: set[str] = set()
+    joined = jax.jit(lambda earlier, later: {path: measure.joined(earlier[path], later[path]) for path in earlier})
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def measured(others: StaticPart, arrays: list[Any]) -> dict[str, Any]:
+        params, quantized, inputs = others.merged(arrays)
+        traced = Traced.of(fn, (params, *inputs), {})
+        paths, products = chosen(traced, params)
+        wanted.update(paths, (_label(product.name) for product, _ in products))
+
+        def run(tree: PyTree, measure: AbstractMeasure) -> dict[str, Any]:
+            notes = Measurements(measure)
+            interpreter = evaluator("dequantize", decoded.append, calibration_rules(notes))
+            pairs = [
+                (product, place, Observed(None, _label(product.name), notes))
+                for product, place in products
+                if place is not None
+            ]
+            evaluate(interpreter, traced, array_leaves((observed(tree, paths, notes), *inputs)), pairs)
+            return notes.found
+
+        ours = params if quantized is None else jax.tree.map(_decoded, quantized, is_leaf=is_qarray)
+        found = run(ours, measure)
+        if "cross" in collect:
+            return with_cross(found, run(params, Inputs()), run(ours, Inputs()))
+        return found
+
+    for batch in batches:
+        inputs = batch if isinstance(batch, tuple) else (batch,)
+        now = measured(*split((params, quantized, inputs)))
+        _refuse_missing(wanted - set(now), decoded)
+        found = now if found is None else joined(found, now)
+    if found is None:
+        raise QuantError("batches is empty; pass at least one batch")
+    return found
+
+
+def _decoded(x: PyTree) -> PyTree:
+    return dequantize(x) if is_qarray(x) else x
 
 
 def _measured_paths(plan: Resolution) -> list[str]:
@@ -128,7 +186,7 @@ def _label(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class StaticPart:
     """A tree without its arrays: functions, numbers and the like, which `jit` compares.
 
     Attributes:
@@ -147,7 +205,7 @@ class _Static:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def _split(tree: PyTree) -> tuple[_Static, list[Any]]:
+def split(tree: PyTree) -> tuple[StaticPart, list[Any]]:
     """A tree without its arrays, and the arrays."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
     arrays, static = [], []
@@ -156,15 +214,18 @@ def _split(tree: PyTree) -> tuple[_Static, list[Any]]:
             arrays.append(leaf)
         else:
             static.append((place, leaf))
-    return _Static(treedef, tuple(static)), arrays
+    return StaticPart(treedef, tuple(static)), arrays
 
 
-def _refuse_missing(paths: set[str], products: set[str], decoded: Sequence[Decoded]) -> None:
+def _refuse_missing(missing: set[str], decoded: Sequence[Decoded]) -> None:
     """Refuses parameters and products of which no statistics were collected."""
     reasons = {d.array: str(d) for d in reversed(decoded)}
-    missing = {path: reasons.get(path, "its products were not reached") for path in sorted(paths)}
-    missing |= dict.fromkeys(
-        sorted(products), "it is inside a while loop or a shard_map, from which no statistics can be returned"
-    )
+    inside = "it is inside a while loop or a shard_map, from which no statistics can be returned"
     if missing:
-        raise UnsupportedError("observe cannot collect statistics of every product", missing)
+        raise UnsupportedError(
+            "observe cannot collect statistics of every product",
+            {
+                name: inside if name.startswith(_label("")) else reasons.get(name, "its products were not reached")
+                for name in sorted(missing)
+            },
+        )

@@ -19,4 +19,5 @@ from .qep import QEP as QEP
 from .rounding import LearnedRounding as LearnedRounding
 from .scaling import AbstractScaling as AbstractScaling
 from .scaling import ScaledProduct as ScaledProduct
+from .sequential import quantize_sequentially as quantize_sequentially
 from .smoothquant import SmoothQuant as SmoothQuant

@@ -1,5 +1,7 @@
 """Quantizes a tree of parameters by a plan or a recipe."""
 
+from typing import Any
+
 from jaxtyping import PyTree
 
 from ..errors import QuantError, UnsupportedError
@@ -79,16 +81,31 @@ def planned_observations(
         raise QuantError(
             f"stats is given, and method {method.name} uses none; leave it out, or pass method=fb.methods.GPTQ()"
         )
+    check_plan(params, plan)
+    return {row.path: observation_of(row, method, stats) for row in plan}
+
+
+def check_plan(params: PyTree, plan: Plan) -> dict[str, Any]:
+    """The parameters by path, after all checks of a plan.
+
+    Args:
+        params: the tree of arrays.
+        plan: the plan.
+
+    Raises:
+        QuantError: when the plan and the tree do not have the same parameters.
+        UnsupportedError: as in `check_storable`.
+    """
     leaves = array_paths(params)
     check_storable(plan)
-    rows = {row.path: row for row in plan}
-    if set(rows) != set(leaves):
-        missing, extra = sorted(set(leaves) - set(rows)), sorted(set(rows) - set(leaves))
+    rows = {row.path for row in plan}
+    if rows != set(leaves):
+        missing, extra = sorted(set(leaves) - rows), sorted(rows - set(leaves))
         raise QuantError(
             f"the plan is for another tree: it has no row for {missing[:5]}, and the tree does not have {extra[:5]}; "
             "make a plan of this tree"
         )
-    return {path: observation_of(row, method, stats) for path, row in rows.items()}
+    return leaves
 
 
 def check_storable(plan: Plan) -> None:

@@ -74,6 +74,11 @@ class AbstractMeasure(abc.ABC):
     def joined(self, earlier: PyTree, later: PyTree) -> PyTree:
         """The accumulated measurement; elements of a stack stay separate."""
 
+    def folded(self, stack: PyTree) -> PyTree:
+        """The accumulated measurement of all elements of a stack, which are along the first axis."""
+        none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), stack)
+        return jax.lax.scan(lambda before, one: (self.joined(before, one), None), none, stack)[0]
+
 
 @dataclasses.dataclass(eq=False)
 class Measurements:
@@ -263,7 +268,7 @@ def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes
     carry, (ys, found) = jax.lax.scan(step, tuple(carry), tuple(xs), **settings)
     stacked = {x.path for x in whole[2] if isinstance(x, Observed)}
     for path, stack in found.items():
-        notes.add(path, stack if path in stacked else folded(notes.measure, stack))
+        notes.add(path, stack if path in stacked else notes.measure.folded(stack))
     return [*carry, *ys]
 
 
@@ -272,12 +277,6 @@ def _element(x: PyTree) -> PyTree:
     if not isinstance(x, Observed) or x.offsets is None:
         return x
     return dataclasses.replace(x, offsets=x.offsets.element())
-
-
-def folded(measure: AbstractMeasure, stack: PyTree) -> PyTree:
-    """The accumulated measurement of all elements of a stack."""
-    none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), stack)
-    return jax.lax.scan(lambda before, one: (measure.joined(before, one), None), none, stack)[0]
 
 
 def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:

@@ -18,17 +18,18 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...array.qarray import QArray, is_qarray
-from ...calibration.measure import Inputs, Measure, Observation, cross_moments
+from ...calibration.measure import Inputs, Measure, Observation, with_cross
 from ...calibration.range_rules import AbsMaxRange
 from ...errors import QuantError
 from ...io.checkpoint import Tensors
 from ...io.parts import FinishedParts
 from ...methods.scaling import AbstractScaling, ScaledProduct
+from ...methods.sequential import input_groups
 from ...models.config import DecoderConfig
 from ...models.decoder import embedded, layer_output, output_logits
 from ...models.joined import stack_experts
 from ...models.names import shapes, tree_from_paths
-from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, folded, observed
+from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, observed
 from ...ops.interpret.parameter_uses import parameter_paths, with_leaves
 from ...ops.interpret.transparent import evaluated, transparent
 from ...recipe.method import AbstractMethod
@@ -168,11 +169,16 @@ def calibrated_weights(
         prefix, layer, number = f"layers/{index}/", _stored_layer(model, index), jnp.int32(index)
         inside = [path for path in parameter_paths(layer) if prefix + path in chosen]
         if not any(prefix + path in found for path in inside):
-            observed, tokens = _layer_observations(layer, streams, number, config, inside, measure, data.unseen_experts)
-            stats = {prefix + path: one for path, one in observed.items()}
-            values: dict[str, Any] = dict(_quantized(layer, prefix, list(stats), rows, method, stats, fused))
-            if tokens is not None:
-                values[_TOKENS] = tokens
+            values: dict[str, Any] = {}
+            floats = _floats(layer)
+            for group in _groups(floats, streams, number, config, inside):
+                known = {path: decoded(values[prefix + path]) for path in inside if prefix + path in values}
+                forms = (with_leaves(floats, known), floats)[:count]
+                observed, tokens = _layer_observations(forms, streams, number, config, group, measure, data.unseen_experts)
+                stats = {prefix + path: one for path, one in observed.items()}
+                values |= _quantized(layer, prefix, list(stats), rows, method, stats, fused)
+                if tokens is not None:
+                    values[_TOKENS] = tokens
             take(_kept(parts, f"layer-{index}", values), prefix)
         paths = [path for path in parameter_paths(layer) if prefix + path in found]
         quantized = with_leaves(layer, {path: found[prefix + path][prefix + path] for path in paths})
@@ -316,7 +322,7 @@ class FloatLayer:
             return _head_observations(self.params, self.streams, self.config, paths, measure)
         inside = [path.removeprefix(self.prefix) for path in paths if path.startswith(self.prefix)]
         index = jnp.int32(self.index)
-        found, _ = _layer_observations(self.params, self.streams, index, self.config, inside, measure, unseen)
+        found, _ = _layer_observations((self.params,), self.streams, index, self.config, inside, measure, unseen)
         return {self.prefix + path: one for path, one in found.items()}
 
 
@@ -413,8 +419,25 @@ def _head_observations(
     return _joined(measure, (measured(ends, batch) for batch in map(jnp.asarray, streams)))
 
 
+def _groups(
+    layer: PyTree, streams: Iterable[Any], index: Array, config: DecoderConfig, paths: Collection[str]
+) -> list[list[str]]:
+    """Paths of one layer in the order of their use; those of products with one input are one group."""
+    layer, (x, *_) = _with_stacked_experts(layer), jnp.asarray(next(iter(streams)))
+    stacked = _stacked(layer, paths)
+    chosen = tuple(dict.fromkeys(stacked.values()))
+    groups = input_groups(lambda layer, x: layer_output(layer, x, config, index), layer, (x,), chosen)
+    return [[path for path, name in stacked.items() if name in group] for group in groups]
+
+
+def _stacked(layer: PyTree, paths: Iterable[str]) -> dict[str, str]:
+    """The parameter of a layer with stacked experts that each path is, or is a part of."""
+    inside = parameter_paths(layer)
+    return {path: path if path in inside else EXPERT.sub("experts/", path) for path in paths}
+
+
 def _layer_observations(
-    layer: PyTree,
+    forms: tuple[PyTree, ...],
     streams: Iterable[Any],
     index: Array,
     config: DecoderConfig,
@@ -424,15 +447,15 @@ def _layer_observations(
 ) -> tuple[dict[str, Observation], np.ndarray | None]:
     """The statistics of one layer's products by path, and the tokens of its experts.
 
-    With the float model's residual stream as a second one, cross moments are among them.
+    The first of the forms of the layer is as far quantized as it is. With the float layer as a second form, and the float model's
+    residual stream as a second stream, cross moments are among them.
     """
-    layer = _with_stacked_experts(_floats(layer))
-    inside = parameter_paths(layer)
-    stacked = {path: path if path in inside else EXPERT.sub("experts/", path) for path in paths}
+    forms = tuple(map(_with_stacked_experts, forms))
+    stacked = _stacked(forms[0], paths)
     chosen = tuple(dict.fromkeys(stacked.values()))
     measured = functools.partial(_layer_statistics, config=config, paths=chosen, measure=measure)
-    stats, found = _joined(measure, (measured(layer, batch, index) for batch in map(jnp.asarray, streams))), {}
-    stats, tokens = with_unseen_experts(stats, functools.partial(folded, measure), unseen, f"layers/{index}")
+    stats, found = _joined(measure, (measured(forms, batch, index) for batch in map(jnp.asarray, streams))), {}
+    stats, tokens = with_unseen_experts(stats, measure.folded, unseen, f"layers/{index}")
     for path, name in stacked.items():
         one = stats.get(name)
         if one is not None and (expert := EXPERT.search(path)) and name != path:
@@ -469,7 +492,7 @@ def _embedded(
 
 @functools.partial(jax.jit, static_argnames=("config", "paths", "measure"))
 def _layer_statistics(
-    layer: PyTree,
+    forms: tuple[PyTree, ...],
     streams: Float[Array, "S B T D"],
     index: Int[Array, ""],
     *,
@@ -477,12 +500,12 @@ def _layer_statistics(
     paths: tuple[str, ...],
     measure: Measure,
 ) -> dict[str, Any]:
-    """The statistics of the products of one layer."""
+    """The statistics of the products of one layer, see `_layer_observations`."""
 
     def run(layer: PyTree, x: Array) -> Array:
         return layer_output(layer, x, config, index)
 
-    return _measured(run, layer, paths, streams, measure)
+    return _measured(run, forms, paths, streams, measure)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -498,32 +521,29 @@ def _head_statistics(
     params: PyTree, streams: Float[Array, "S B T D"], *, config: DecoderConfig, measure: Measure
 ) -> dict[str, Any]:
     """The statistics of the product with the head."""
-    return _measured(lambda params, x: output_logits(params, x, config), params, (_head_path(config),), streams, measure)
+    forms = (params,) * len(streams)
+    return _measured(lambda params, x: output_logits(params, x, config), forms, (_head_path(config),), streams, measure)
 
 
 def _measured(
     fn: Callable[[PyTree, Array], Array],
-    params: PyTree,
+    forms: tuple[PyTree, ...],
     paths: tuple[str, ...],
     streams: Float[Array, "S B T D"],
     measure: Measure,
 ) -> dict[str, Any]:
     """The statistics of the products of some parameters.
 
-    The products are those in `fn(params, x)`, for the first stream as `x`. A second stream is the float model's, for cross
-    moments.
+    The products are those in `fn(params, x)`, for the first stream as `x`. A second one is the float model's, for cross moments.
     """
-    x, *exact = streams
 
-    def run(x: Array, measure: AbstractMeasure) -> dict[str, Any]:
+    def run(params: PyTree, x: Array, measure: AbstractMeasure) -> dict[str, Any]:
         notes = Measurements(measure)
         evaluated(fn, "dequantize", None, calibration_rules(notes))(observed(params, paths, notes), x)
         return notes.found
 
-    found = run(x, measure)
+    first, *exact = zip(forms, streams, strict=True)
+    found = run(*first, measure)
     if not exact:
         return found
-    inputs, quantized = run(exact[0], Inputs()), run(x, Inputs())
-    return {
-        path: dataclasses.replace(one, cross=cross_moments(inputs[path], quantized[path])) for path, one in found.items()
-    }
+    return with_cross(found, run(*exact[0], Inputs()), run(*first, Inputs()))

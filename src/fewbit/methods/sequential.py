@@ -1,0 +1,145 @@
+"""Quantizes parameters in the order of their use, each for the inputs that the parameters quantized before it give it.
+
+GPTQ and its relatives do this: a weight makes up for the errors of those before it. For a function of which nothing is known but
+its trace that costs a run of the function for each group of parameters with one input. `fewbit quantize` knows its decoders, and
+runs them layer by layer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..calibration.measure import Statistic
+from ..calibration.observe import collected, split
+from ..calibration.range_rules import AbsMaxRange
+from ..errors import QuantError
+from ..ops.interpret.observe import AbstractMeasure, Measurements, ProductOperand, calibration_rules, observed
+from ..ops.interpret.parameter_uses import with_leaves
+from ..ops.interpret.traced import Traced, array_leaves
+from ..ops.interpret.transparent import evaluate, evaluator
+from ..recipe.apply import check_plan
+from ..recipe.method import AbstractMethod
+from ..recipe.plan import Plan
+from ..recipe.plan import plan as make_plan
+from ..recipe.quantize_row import quantize_row
+from ..recipe.recipe import RecipeLike
+from ..recipe.rule import PRODUCT_OPS
+
+
+def quantize_sequentially(
+    fn: Callable[..., Any],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    recipe: RecipeLike | Plan,
+    *,
+    method: AbstractMethod,
+    **kwargs: object,
+) -> PyTree:
+    """Quantizes parameters one after the other, with statistics of the model as it is quantized so far.
+
+    Parameters of products with one and the same input, such as those of queries, keys and values, go together. `fn` is compiled
+    and run once for each such group, with all batches; XLA leaves out what comes after it. Layers stacked for a `scan` are one
+    parameter, and quantized together: their statistics have the errors of other parameters in all layers, not of their own.
+
+    Args:
+        fn: any function that JAX can trace whose first argument is the tree of parameters.
+        params: the parameters, floating.
+        batches: as for `fb.observe`.
+        recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of `params`.
+        method: how scales and codes are chosen; `fb.methods.QEP()` also corrects each weight for the errors of its inputs.
+        kwargs: keyword arguments of `fn`.
+
+    Returns:
+        The tree with QArrays for what the recipe quantizes, as from `fb.quantize_params`.
+
+    Raises:
+        QuantError: without batches, and for what `fb.plan` and `fb.quantize_params` refuse.
+        UnsupportedError: for what `fb.observe` and `fb.quantize_params` refuse.
+
+    >>> import fewbit as fb
+    >>> def fn(params, x):
+    ...     return jnp.tanh(x @ params["a"]) @ params["b"]
+    >>> a, b, x = (jax.random.normal(jax.random.key(i), (64, 64)) for i in range(3))
+    >>> quantize_sequentially(fn, {"a": a, "b": b}, [x], "w4", method=fb.methods.QEP())["b"]
+    QArray(int4, float32[64, 64], 2,304 bytes, 4.500 bits/weight)
+    """
+    batches, fn = list(batches), functools.partial(fn, **kwargs)
+    if not batches:
+        raise QuantError("batches is empty; pass at least one batch")
+    first = batches[0] if isinstance(batches[0], tuple) else (batches[0],)
+    plan = recipe if isinstance(recipe, Plan) else make_plan(fn, params, *first, recipe=recipe)
+    leaves, found = check_plan(params, plan), dict[str, Any]()
+    rows = {row.path: row for row in plan}
+    measured = [row.path for row in plan if method.collect and row.policy is not None and set(row.ops) & set(PRODUCT_OPS)]
+    for path in set(rows) - set(measured):
+        found[path] = quantize_row(leaves[path], rows[path], method)
+    for group in input_groups(fn, params, first, measured):
+        now, collect = with_leaves(params, found), cast(Sequence[Statistic], method.collect)
+        seen = collected(fn, params, batches, lambda *_: (group, ()), AbsMaxRange(), collect, now)  # noqa: B023 - called at once
+        for path in group:
+            found[path] = jax.block_until_ready(quantize_row(leaves[path], rows[path], method, seen[path]))
+    return with_leaves(params, found)
+
+
+def input_groups(
+    fn: Callable[..., Any], params: PyTree, inputs: tuple[PyTree, ...], paths: Sequence[str]
+) -> list[list[str]]:
+    """Groups parameters by the input of their first product, in the order of these products.
+
+    Args:
+        fn: the function, `fn(params, *inputs)`.
+        params: the tree of parameters.
+        inputs: example inputs.
+        paths: the parameters to group.
+
+    Returns:
+        The groups; the last one has the parameters whose products were not reached.
+    """
+    others, arrays = split((params, inputs))
+    traced, sources = Traced.of(fn, (params, *inputs), {}), _Sources(_Operand())
+
+    def run(arrays: list[Any]) -> None:
+        params, inputs = others.merged(arrays)
+        interpreter = evaluator("dequantize", None, calibration_rules(sources))
+        evaluate(interpreter, traced, array_leaves((observed(params, paths, sources), *inputs)))
+
+    jax.eval_shape(run, arrays)
+    groups: dict[int, list[str]] = {}
+    for path, operand in sources.operands.items():
+        groups.setdefault(id(operand), []).append(path)
+    if missing := [path for path in paths if path not in sources.operands]:
+        return [*groups.values(), missing]  # which `collected` refuses with the reason
+    return list(groups.values())
+
+
+class _Operand(AbstractMeasure):
+    """The other operand of a product."""
+
+    def of(self, met: ProductOperand) -> jax.Array:
+        return met.x
+
+    def of_both(self, left: jax.Array, right: jax.Array) -> None:
+        return None
+
+    def joined(self, earlier: PyTree, later: PyTree) -> PyTree:
+        return later
+
+
+@dataclasses.dataclass(eq=False)
+class _Sources(Measurements):
+    """The other operand of each parameter's first product.
+
+    Attributes:
+        operands: these arrays, by parameter.
+    """
+
+    operands: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def add(self, path: str, measurement: PyTree) -> None:
+        self.operands.setdefault(path, measurement)
+        self.found[path] = jnp.zeros(())  # a loop returns what its body measured
