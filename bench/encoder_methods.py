@@ -23,7 +23,8 @@ from .facts import add_keep, headline, kept_rows, save
 from .memory import peak_bytes, reset_peak
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
-METHODS = ("rtn", "hqq", "imatrix", "awq", "rounding", "gptq", "gptq_mse")
+METHODS = ("rtn", "hqq", "imatrix", "awq", "rounding", "gptq", "gptq_mse", "qep", "qep+gptq_mse")
+"""`qep` and `qep+gptq_mse` go through the model in order (`fb.methods.quantize_sequentially`), the others see the float model."""
 
 
 def main() -> None:
@@ -77,10 +78,13 @@ def by_scheme_and_method(
         for name in options.methods.split(","):
             reset_peak()
             method, start = fb.methods.method(name), time.perf_counter()
-            stats = fb.observe(fn, params, batches, recipe, collect=("sum", *method.collect))
-            found = jax.block_until_ready(
-                fb.quantize_params(params, plan, method=method, stats=stats if method.collect else None)
-            )
+            if isinstance(method, fb.methods.QEP):
+                found = fb.methods.quantize_sequentially(fn, params, batches, plan, method=method)
+                stats = fb.observe(fn, params, batches, recipe, collect=("sum",))
+            else:
+                stats = fb.observe(fn, params, batches, recipe, collect=("sum", *method.collect))
+                found = fb.quantize_params(params, plan, method=method, stats=stats if method.collect else None)
+            found = jax.block_until_ready(found)
             row: dict[str, Any] = {"scheme": scheme, "method": name, "seconds": time.perf_counter() - start}
             row["peak_bytes"] = peak_bytes()
             yield row, {"plain": found, "biases": fb.methods.correct_biases(params, found, plan, stats)}

@@ -44,6 +44,29 @@ _INDEX = re.compile(r"\[(\d+|\.\.\.)\]")
 _QUOTED = re.compile(r"[^\w.-]")  # path keys with such characters are quoted
 
 
+def write_json(path: str | os.PathLike[str], form: Any) -> None:
+    """Writes JSON to a file, which keeps its content until the new one is complete.
+
+    Args:
+        path: the file.
+        form: what `json.dumps` takes.
+
+    Raises:
+        OSError: when it cannot be written; it names the file.
+    """
+    text, file = json.dumps(form, indent=1) + "\n", pathlib.Path(path).resolve()
+    if file.exists() and not file.is_file():  # a pipe or a terminal
+        file.write_text(text, encoding="utf-8")
+        return
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(file)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
 def parsed(text: bytes, where: str, *, constant: Callable[[str], Any] | None = None) -> Any:
     """Parses JSON text.
 

@@ -118,7 +118,14 @@ def log_lines(file: pathlib.Path | None, bar: Bar) -> Iterator[Callable[[str], N
         yield bar.log
         return
     with file.open("w", encoding="utf-8") as stream:
-        yield lambda line: print(line, file=stream, flush=True)
+
+        def write(line: str) -> None:
+            try:
+                print(line, file=stream, flush=True)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(file)) from error
+
+        yield write
 
 
 def peak_memory() -> int | None:

@@ -63,7 +63,7 @@ class StagedDirectory:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise self._write_error(0, error) from error
+                raise self.write_error(0, error) from error
             raise
 
     def _locked(self) -> OutputLock:
@@ -96,7 +96,7 @@ class StagedDirectory:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise self._write_error(nbytes, error) from error
+            raise self.write_error(nbytes, error) from error
 
     def write_at(self, name: str, offset: int, parts: Iterable[bytes | memoryview], nbytes: int) -> None:
         """Writes to a file from a byte on, and cuts off the rest. `flush` puts it on the disk."""
@@ -110,7 +110,7 @@ class StagedDirectory:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise self._write_error(nbytes, error) from error
+            raise self.write_error(nbytes, error) from error
 
     def flush(self, name: str) -> None:
         """Flushes a file to disk."""
@@ -121,7 +121,7 @@ class StagedDirectory:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise self._write_error(0, error) from error
+            raise self.write_error(0, error) from error
 
     def write_verified(self, name: str, content: bytes) -> None:
         """Writes a small file, reads it back, and refuses any difference."""
@@ -129,7 +129,7 @@ class StagedDirectory:
         try:
             is_same = (self.path / name).read_bytes() == content
         except OSError as error:
-            raise self._write_error(len(content), error) from error
+            raise self.write_error(len(content), error) from error
         if not is_same:
             raise QuantError(f"{self.target}: {name} reads back differently from what was written; the disk may be failing")
 
@@ -142,7 +142,7 @@ class StagedDirectory:
                 shutil.copyfile(file, self.path / name)
                 _flush(self.path / name)
         except OSError as error:
-            raise self._write_error(file.stat().st_size, error) from error
+            raise self.write_error(file.stat().st_size, error) from error
 
     def rename(self, name: str, new_name: str) -> None:
         """Renames a file of the directory."""
@@ -204,20 +204,24 @@ class StagedDirectory:
     def _commit_error(self, error: OSError) -> QuantError:
         if self.is_committed:
             return QuantError(f"{self.target} was written completely, but cleaning up failed: {error.strerror or error}")
-        return self._write_error(0, error)
+        return self.write_error(0, error)
 
-    def _write_error(self, nbytes: int, error: OSError) -> QuantError:
-        """The error for a failed write."""
+    def write_error(self, nbytes: int, error: OSError) -> QuantError:
+        """The error for a failed write.
+
+        Args:
+            nbytes: the size of the file; 0 if it is not known.
+            error: what the system said.
+        """
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return QuantError(f"{self.target} cannot be written: {error.strerror or error}")
         existing = next(parent for parent in self.target.absolute().parents if parent.exists())
         advice = "Free some space, or choose another output"
         if self.is_kept:
             advice = f"Free some space and run it again: what is finished is kept in {self.path}"
-        return QuantError(
-            f"no space left for {self.target}: the file being written needs {nbytes:,} bytes, "
-            f"{shutil.disk_usage(existing).free:,} are free now; nothing was changed. {advice}"
-        )
+        needed = f"the file being written needs {nbytes:,} bytes, " if nbytes else ""
+        free = shutil.disk_usage(existing).free
+        return QuantError(f"no space left for {self.target}: {needed}{free:,} are free now; nothing was changed. {advice}")
 
     def close(self) -> None:
         """Removes temporary files that are not kept, and releases the lock. A second call does nothing."""

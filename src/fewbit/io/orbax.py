@@ -4,10 +4,12 @@
 `fewbit.json`: the scheme of each weight, the name of each tensor, and the hash of each file.
 """
 
+import errno
 import functools
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -133,8 +135,15 @@ class OrbaxWriter(AbstractWriter):
         if len(names) < len(spooled) or not names:
             raise QuantError(f"{self.path} would have no tensors, or two whose names differ only in separators")
         checkpointer = _package(self.path).StandardCheckpointer()
-        with checkpointer:
-            checkpointer.save(staged.path / TREE, _nested({leaf: self._spool.array(leaf) for leaf in spooled}))
+        if shutil.disk_usage(staged.path).free < self._nbytes():  # its threads go on after an error, and print tracebacks
+            raise staged.write_error(self._nbytes(), OSError(errno.ENOSPC, ""))
+        try:
+            with checkpointer:
+                checkpointer.save(staged.path / TREE, _nested({leaf: self._spool.array(leaf) for leaf in spooled}))
+        except (
+            Exception
+        ) as error:  # of any type: a full disk is a ValueError of tensorstore inside a RuntimeError of asyncio
+            raise self._save_error(error) from error
         stored = _leaves_by_path(_restored(staged.path / TREE))
         for key, leaf in names.items():
             if key not in stored or not np.array_equal(_bytes(stored[key]), _bytes(self._spool.array(leaf))):
@@ -153,6 +162,21 @@ class OrbaxWriter(AbstractWriter):
         }
         staged.write_verified(RECORDS, dumped(form, RECORDS))
         staged.commit()
+
+    def _nbytes(self) -> int:
+        """The bytes of the tree; compressed it may be smaller."""
+        return sum(array.nbytes for array in self._spool.batch.arrays.values())
+
+    def _save_error(self, error: BaseException) -> QuantError:
+        """The error for a tree that Orbax could not write."""
+        causes = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)
+        if any(re.search("RESOURCE_EXHAUSTED|No space left|quota exceeded", str(one)) for one in causes):
+            return self._staged.write_error(self._nbytes(), OSError(errno.ENOSPC, ""))
+        return QuantError(
+            f"{self.path}: Orbax cannot write the tree: {next(iter(str(causes[-1]).splitlines()), type(causes[-1]).__name__)}"
+        )
 
 
 def is_orbax_directory(path: pathlib.Path) -> bool:

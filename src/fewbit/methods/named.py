@@ -29,24 +29,40 @@ def method(name: str) -> AbstractMethod:
     """A method with its default settings.
 
     Args:
-        name: a name of `METHODS`, such as "gptq".
+        name: a name of `METHODS`, such as "gptq"; "qep+gptq_mse" is QEP with another method than GPTQ to round by.
 
     Returns:
         The method.
 
     Raises:
-        QuantError: for an unknown name.
+        QuantError: for an unknown name, and for a method that QEP cannot round by.
 
     >>> method("gptq")
     GPTQ(damping=0.01, act_order=True)
+    >>> method("qep+gptq_mse").method.gptq
+    GPTQ(damping=0.01, act_order=True)
     """
+    first, _, rest = name.partition("+")
+    if first == QEP.name and rest:
+        return QEP(method(rest))
     if name not in METHODS:
         raise QuantError(f"unknown method {name!r}; {near_names(name, (*METHODS, *SCALINGS))}")
     return METHODS[name]()
 
 
+def method_name(method: AbstractMethod | AbstractScaling) -> str:
+    """The name of a method or a scaling; inverse of `method`, but for settings that are not the defaults.
+
+    >>> method_name(QEP()), method_name(QEP(GPTQMSE())), method_name(SmoothQuant())
+    ('qep', 'qep+gptq_mse', 'smoothquant')
+    """
+    if isinstance(method, QEP) and method.method.name != GPTQ.name:
+        return f"{method.name}+{method.method.name}"
+    return method.name
+
+
 def scaled_name(scaling: str | None, method: str) -> str:
-    """The name that `scaled_method` takes for a scaling and a method.
+    """The name that `scaled_method` takes for a scaling and the name of a method.
 
     >>> scaled_name("awq", "gptq"), scaled_name("awq", "awq"), scaled_name(None, "qep")
     ('awq+gptq', 'awq', 'qep')

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._json import canonical, checked, converted, file_text, form_of, parsed
+from .._json import canonical, checked, converted, file_text, form_of, parsed, write_json
 from .._registry import near_names
 from ..array.qarray import QArray
 from ..errors import QuantError
@@ -128,8 +127,8 @@ class Plan:
         return cls(rows, fields.get("recipe", "recipe"), products, tuple(fields.get("notes", ())))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the JSON form to a file."""
-        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        """Writes the JSON form to a file, which keeps its content until the new one is complete."""
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Self:

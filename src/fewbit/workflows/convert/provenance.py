@@ -12,6 +12,7 @@ import numpy as np
 
 from ...io.files import file_sha256
 from ...io.orbax import TREE
+from ...methods.named import method_name
 from ...methods.scaling import AbstractScaling
 from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan
@@ -84,7 +85,7 @@ def method_facts(
     facts: dict[str, Any] = {}
     for kind, one in (("scaling", scaling), ("method", method)):
         if one is not None and one != NEAREST:
-            facts[kind] = {"name": one.name, **dataclasses.asdict(one)}
+            facts[kind] = {"name": method_name(one), **dataclasses.asdict(one)}
             if calibration is not None and one.collect:
                 facts[kind]["calibration"] = calibration.facts
     return facts

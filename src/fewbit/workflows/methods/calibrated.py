@@ -171,7 +171,9 @@ def calibrated_weights(
         if not any(prefix + path in found for path in inside):
             values: dict[str, Any] = {}
             floats = _floats(layer)
-            for group in _groups(floats, streams, number, config, inside):
+            # Other methods gain nothing from the errors inside a layer (docs/design/methods.md).
+            groups = _groups(floats, streams, number, config, inside) if count == 2 else [inside]
+            for group in groups:
                 known = {path: decoded(values[prefix + path]) for path in inside if prefix + path in values}
                 forms = (with_leaves(floats, known), floats)[:count]
                 observed, tokens = _layer_observations(forms, streams, number, config, group, measure, data.unseen_experts)
