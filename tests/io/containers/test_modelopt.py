@@ -77,6 +77,11 @@ def their_arrays(qtensor, scheme: str, x: np.ndarray):
         q, scale, factor = qtensor.NVFP4QTensor.quantize(w, 16)
         parts = {"weight": q._quantized_data, "weight_scale": scale, "weight_scale_2": factor}
         values = q.dequantize(dtype=torch.float32, scale=scale, double_scale=factor, block_sizes={-1: 16})
+    elif scheme == "mxfp4":
+        q, scale = qtensor.MXFP4QTensor.quantize(w, 32)
+        scale = scale.reshape(len(w), -1)  # as its exporter stores it
+        parts = {"weight": q._quantized_data, "weight_scale": scale}
+        values = q.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
     elif scheme == "mxfp8":
         q, scale = qtensor.MXFP8QTensor.quantize(w)
         parts = {"weight": q._quantized_data, "weight_scale": scale}
@@ -91,7 +96,7 @@ def their_arrays(qtensor, scheme: str, x: np.ndarray):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("scheme", CASES)
+@pytest.mark.parametrize("scheme", [*CASES, "mxfp4"])
 def test_we_decode_what_it_writes(scheme, qtensor):
     x = np.random.default_rng(0).standard_normal((21, 96)).astype(np.float32)
     x[3, :32], x[5], x[7, 4] = 0, x[5] * 1e-4, -0.0
@@ -100,6 +105,15 @@ def test_we_decode_what_it_writes(scheme, qtensor):
     q = MO.decoded(config, tensors_of(arrays), "here")[NAME]
     assert q.scheme.name == scheme
     np.testing.assert_array_equal(numbers(q), expected)
+
+
+def test_mxfp4_is_read_and_not_written():
+    """ModelOpt writes it with uint8 scales, and other programs do not read it from its directories."""
+    q = example("mxfp4", (7, 96))
+    with pytest.raises(UnsupportedError, match="no algorithm for mxfp4"):
+        stored(MO, {NAME: q})
+    arrays = {NAME: np.asarray(q.codes), f"{NAME}_scale": np.asarray(q.scale)}
+    same(q, MO.decoded({"dtype": "float32"}, tensors_of(arrays), "here")[NAME])
 
 
 @pytest.mark.oracle

@@ -39,7 +39,7 @@ _UNREAD = {
 }
 _PARTS = ("input_scale", "output_scale")
 
-# The algorithm of each scheme; ModelOpt calls NVFP4 with float activations W4A16_NVFP4.
+# The algorithm of each scheme that is written; ModelOpt calls NVFP4 with float activations W4A16_NVFP4.
 _ALGORITHMS = {
     "nvfp4": "W4A16_NVFP4",
     "fp8_tensor": "FP8",
@@ -225,7 +225,9 @@ def _group_of(module: str, tensors: Tensors, dtype: np.dtype, where: str) -> Gro
     scale = checked_info(tensors, f"{path}_scale", where, (E4M3.name, _FLOAT, "uint8"))
     rows, columns = codes.shape
     parts = [path, f"{path}_scale"]
-    if codes.dtype == "uint8":
+    if codes.dtype == scale.dtype == "uint8":
+        name, columns = "mxfp4", 2 * columns
+    elif codes.dtype == "uint8":
         name, columns = "nvfp4", 2 * columns
         factor = checked_info(tensors, f"{path}_scale_2", where, (_FLOAT,))
         if factor.shape not in ((), (1,)) or scale.dtype != E4M3.name:
@@ -244,7 +246,7 @@ def _group_of(module: str, tensors: Tensors, dtype: np.dtype, where: str) -> Gro
             f"{scale.shape}, in no layout that fewbit reads"
         )
     parts += [found for part in _PARTS if (found := f"{module}.{part}") in tensors.info]
-    info = described(tensors, parts, (rows, columns), dtype, _ALGORITHMS[name], preset)
+    info = described(tensors, parts, (rows, columns), dtype, _ALGORITHMS.get(name, name.upper()), preset)
     return Group(info, tuple(parts), _loader(path, preset, (rows, columns), dtype, where))
 
 

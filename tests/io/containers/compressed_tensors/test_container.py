@@ -370,10 +370,12 @@ def test_groups_are_found_by_name_then_pattern_then_class():
                 "b": {"targets": ["re:.*layers\\.0\\..*"], "weights": {"num_bits": 3}},
                 "c": {"targets": ["model.layers.0.mlp.down_proj"], "weights": {"num_bits": 2}},
                 "d": {"targets": ["Embedding"], "weights": {"num_bits": 5}},
+                "e": {"targets": ["re:.*attn.*"], "weights": {"num_bits": 6}},  # before b in the alphabet
             },
         }
     }
     bits = {"model.layers.0.mlp.down_proj": 2, "model.layers.0.mlp.up_proj": 3, "lm_head": 8, "model.embed_tokens": 5}
+    bits["model.layers.0.self_attn.q_proj"] = 6
     arrays = {}
     for module, width in bits.items():
         found = stored(CT, {f"{module}.weight": example(f"int{width}", (4, 320))})

@@ -1,5 +1,6 @@
 """The section of compressed-tensors in config.json."""
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -82,22 +83,22 @@ class Section:
             )
         self._groups: list[ConfigGroup] = []
         self._named: dict[str, ConfigGroup] = {}
-        self._patterns: list[tuple[Pattern, ConfigGroup]] = []
         for name, group in (form.config_groups or {}).items():
             if not isinstance(group, ConfigGroup):
                 raise UnsupportedError(f"{where} names the preset {name!r:.40}; fewbit reads the settings written out")
             self._groups.append(group)
-            for target in group.targets:
-                if target.startswith(_REGEX):
-                    pattern = Pattern(f"(?:{target[len(_REGEX) :]}).*", f"{where}: a target")
-                    self._patterns.append((pattern, group))
-                else:
-                    self._named.setdefault(target, group)
+            self._named |= dict.fromkeys(group.targets, group)
+        # Where several fit, compressed-tensors takes the first in the alphabet (utils/match.py, match_targets).
+        self._patterns = [
+            (Pattern(f"(?:{target[len(_REGEX) :]}).*", f"{where}: a target"), group)
+            for target, group in sorted(self._named.items(), key=operator.itemgetter(0))
+            if target.startswith(_REGEX)
+        ]
 
     def group_of(self, module: str) -> ConfigGroup:
         """The group of a quantized module.
 
-        It is found by the module's name, else by a pattern, else by the module's class.
+        It is found by the module's name, else by the first pattern in alphabetical order, else by the module's class.
         """
         if len(self._groups) == 1:
             return self._groups[0]
