@@ -1,6 +1,9 @@
 """JSON is read strictly, and every refusal names its file."""
 
 import dataclasses
+import errno
+import json
+import pathlib
 from typing import Literal
 
 import msgspec
@@ -17,6 +20,7 @@ from fewbit._json import (
     parsed,
     parsed_object,
     schema_document,
+    write_json,
 )
 
 
@@ -128,3 +132,22 @@ def test_what_is_within_the_limits_is_read():
     assert parsed(b'["\\ud83d\\ude00", "[{[{", ' + b"9" * 64 + b"]", "x")[:2] == ["\U0001f600", "[{[{"]
     assert parsed(deep, "x")
     assert len(parsed(b"[" + b'"[[[",' * 100 + b"1]", "x")) == 101
+
+
+def test_a_file_keeps_its_content_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    file = tmp_path / "plan.json"
+    write_json(file, {"a": 1})
+    (tmp_path / "link.json").symlink_to(file)
+    write_json(tmp_path / "link.json", {"a": 2})
+    assert (tmp_path / "link.json").is_symlink() and json.loads(file.read_text()) == {"a": 2}
+    written = pathlib.Path.write_text
+
+    def full(path, text, **options):
+        written(path, text[:4], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*plan\.json'"):
+        write_json(file, {"a": 3})
+    assert json.loads(file.read_text()) == {"a": 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "plan.json"]

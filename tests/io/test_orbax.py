@@ -1,5 +1,8 @@
 """Orbax writes trees with QArrays, and restores them into abstract trees on another mesh."""
 
+import shutil
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -151,3 +154,23 @@ def test_a_tensor_that_orbax_cannot_store(tmp_path, name, shape):
     writer = OrbaxWriter(tmp_path / "m")
     with pytest.raises(QuantError, match=r"cannot be stored: Orbax needs a name and one or more elements"), writer:
         writer.add(name, np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize("free", [100, 1 << 40], ids=["before", "while it writes"])
+def test_a_full_disk_is_one_clear_message(tmp_path, monkeypatch, free):
+    """Orbax reports it as another error of another thread."""
+
+    def full(*_, **__):
+        try:
+            raise ValueError("RESOURCE_EXHAUSTED: Failed to write file")
+        finally:
+            raise RuntimeError("Event loop is closed")
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
+    monkeypatch.setattr(orbax.StandardCheckpointer, "save", full)
+    with pytest.raises(QuantError, match=r"no space left for .*/m: the file being written needs [\d,]+ bytes"):
+        write(tmp_path / "m")
+    monkeypatch.setattr(orbax.StandardCheckpointer, "save", lambda *_: (tmp_path / "no" / "such").touch())
+    if free > 100:
+        with pytest.raises(QuantError, match=r"Orbax cannot write the tree: .*No such file"):
+            write(tmp_path / "m")
