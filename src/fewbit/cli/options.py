@@ -114,6 +114,13 @@ Candidates = Annotated[
         help="Schemes to choose from, as in mxfp4,nvfp4,int8.",
     ),
 ]
+MeasureLosses = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="With --bits, also run the model with each group of weights alone in each candidate, and choose by the measured loss.",
+    ),
+]
 Distributed = Annotated[
     bool,
     typer.Option(

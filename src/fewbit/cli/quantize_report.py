@@ -228,11 +228,12 @@ def with_bits(
     seed: int,
     to: str = "fewbit",
     out: Path | None = None,
+    measure: bool = False,
 ) -> Plan:
     """The plan with the best scheme for each weight at so many bits.
 
-    The costs of the schemes are measured on a text, with progress. With an output they are kept next to it, for a run that resumes
-    this one, until `forget` is called.
+    The costs of the schemes are estimated on a text, and measured if that is asked for, with progress. With an output they are kept
+    next to it, for a run that resumes this one, until `forget` is called.
     """
     names, refused = candidate_names(bits, candidates, to), functools.partial(refusals, to, model)
     if candidates is None:
@@ -257,6 +258,7 @@ def with_bits(
             method=method,
             calibration=calibration,
             seed=seed,
+            measure=measure,
             refusals=refused,
             progress=progress,
             out=out,

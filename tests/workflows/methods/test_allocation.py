@@ -15,16 +15,25 @@ from fewbit import workflows
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
 from fewbit.recipe.plan import Plan
-from fewbit.workflows.methods.allocation import allocated, check_bits, fitting, forget, sensitivities, tied
+from fewbit.workflows.methods.allocation import (
+    allocated,
+    check_bits,
+    fitting,
+    forget,
+    rank_correlations,
+    sensitivities,
+    tied,
+)
 from tests.nets.random_decoder import FEATURES, SMALL, UNTIED, random_tokens
 from tests.workflows.methods.test_calibrated import data_of, llama_directory, model_of
 
 CANDIDATES = ["int8", "int4_g8", "int2_g8"]
 
 
-def measured(model, plan, found, name) -> list[float]:
+def measured(model, plan, found, name, tokens=None) -> list[float]:
     """The KL divergence of the model with one group of weights quantized, in nats a token."""
-    tokens, config = random_tokens(model.config, 16, 16, seed=9), model.config
+    config = model.config
+    tokens = random_tokens(config, 16, 16, seed=9) if tokens is None else tokens
     params = {path: jnp.asarray(model.load(path)) for path in model.info}
 
     @jax.jit
@@ -54,6 +63,23 @@ def test_estimates_follow_measured_divergences(config, tmp_path):
     for one in found:
         assert one.losses["int8"] < one.losses["int4_g8"] < one.losses["int2_g8"]
         assert one.nbytes["int8"] > one.nbytes["int4_g8"] > one.nbytes["int2_g8"]
+
+
+def test_measured_losses_are_those_of_a_model_with_one_group_quantized(tmp_path):
+    model = model_of(SMALL, tmp_path)
+    plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(SMALL, 10, 16))
+    found = sensitivities(model, plan, CANDIDATES, windows, measure=True)
+    for name in CANDIDATES[1:]:
+        exact = measured(model, plan, found, name, jnp.asarray(windows[:8]))
+        # The errors are kept in bfloat16, each within 2**-9 of itself, and the loss is quadratic in them.
+        np.testing.assert_allclose([one.measured[name] for one in found], exact, rtol=2.0**-7, atol=1e-7)
+    assert [one.estimates for one in found] == [one.losses for one in sensitivities(model, plan, CANDIDATES, windows)]
+    made = allocated(plan, found, 7)
+    assert "measured KL" in str(made)
+    assert made.notes[-2].startswith(f"the KL divergences measured for each of {len(found)} groups of weights sum to")
+    assert made.notes[-1].startswith("the rank correlation of the measured and the estimated ones is 0.")
+    assert made.notes[-1].endswith("for int2_g8")
+    assert all(0.5 < correlation <= 1 for correlation in rank_correlations(found).values())
 
 
 def test_a_plan_within_the_budget_beats_a_uniform_one(tmp_path):
@@ -106,10 +132,11 @@ def test_the_errors_are_those_of_the_method(tmp_path):
     assert sum(one.losses["int4_g8"] for one in better) < 0.8 * sum(one.losses["int4_g8"] for one in rounded)
 
 
-def test_measuring_that_was_interrupted_anywhere_resumes(tmp_path):
+@pytest.mark.parametrize("is_measured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["estimated", "measured"])
+def test_measuring_that_was_interrupted_anywhere_resumes(is_measured, tmp_path):
     model = model_of(SMALL, tmp_path)
     plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(SMALL, 3, 16))
-    settings = {"method": GPTQ(), "calibration": data_of(SMALL)}
+    settings = {"method": GPTQ(), "calibration": data_of(SMALL), "measure": is_measured}
 
     def measure(**others):
         return sensitivities(model, plan, ["int8", "int4_g8"], windows, **settings, **others)

@@ -20,6 +20,7 @@ from ..options import (
     ImportancePath,
     Json,
     KeepScales,
+    MeasureLosses,
     Method,
     ModelPath,
     Processes,
@@ -46,6 +47,7 @@ def plan(
     ] = None,
     bits: Bits = None,
     candidates: Candidates = None,
+    measure: MeasureLosses = False,
     method: Method = "rtn",
     calibration_text: CalibrationText = None,
     calibration_windows: CalibrationWindows = None,
@@ -72,6 +74,8 @@ def plan(
         raise QuantError("a recipe is missing: pass --recipe NAME; `fewbit recipes` lists them")
     if seed is not None and bits is None:
         raise QuantError(f"--seed {seed} is for --bits, which draws labels; a recipe's plan has nothing random")
+    if measure and bits is None:
+        raise QuantError("--measure is for --bits, which compares what schemes cost; pass both, or neither")
     if save is not None:
         check_plan_path(save)
     opened = load(model)
@@ -85,7 +89,7 @@ def plan(
     chosen = chosen_method(method, opened, calibration_text, *windows, bits=bits, unseen=unseen_experts)
     made = plan_model(opened, recipe=recipe or names[0])
     if bits is not None:
-        made = with_bits(opened, made, bits, candidates, chosen, calibration_text, seed or 0, out=save)
+        made = with_bits(opened, made, bits, candidates, chosen, calibration_text, seed or 0, out=save, measure=measure)
     if has_experts and chosen.calibration is not None:
         made = with_counted_experts(opened, made, chosen)
     if strict and (message := unknown_roles(made)) is not None:

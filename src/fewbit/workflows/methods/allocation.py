@@ -2,11 +2,13 @@
 
 The loss of quantizing a weight is estimated by a second-order expansion: for parameters `W + E` the KL divergence of a model from
 itself is `E^T F E / 2`, with the Fisher information `F`, the mean of `g g^T` over texts that the model itself continues, where `g`
-is the gradient of their log-likelihood. So one gradient for each window serves every weight and every scheme.
+is the gradient of their log-likelihood. So one gradient for each window serves every weight and every scheme. The divergence of the
+model with one group of weights in one scheme can be measured, too, by a run of the model for each.
 """
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
+from scipy.stats import spearmanr
 
 from ...array.scheme import scheme as as_scheme
 from ...errors import QuantError
@@ -39,6 +42,7 @@ from .calibration_data import CalibrationData
 
 WINDOWS = 64
 WINDOW = 64
+MEASURED_WINDOWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +51,20 @@ class Sensitivity:
 
     Attributes:
         paths: the weights: q, k and v of a layer, its gate and up, the same weight of all experts, or a single one.
-        losses: the estimated KL divergence by scheme, in nats a token.
+        estimates: the estimated KL divergence by scheme, in nats a token.
         nbytes: their bytes by scheme.
+        measured: the measured KL divergence by scheme, with these weights alone in it; empty where it was not measured.
     """
 
     paths: tuple[str, ...]
-    losses: dict[str, float]
+    estimates: dict[str, float]
     nbytes: dict[str, int]
+    measured: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The KL divergence by scheme, measured if it was."""
+        return self.measured or self.estimates
 
 
 def sensitivities(
@@ -65,6 +76,7 @@ def sensitivities(
     method: AbstractMethod = NEAREST,
     calibration: CalibrationData | None = None,
     seed: int = 0,
+    measure: bool = False,
     refusals: Callable[[Plan], Mapping[str, str]] = lambda plan: {},
     progress: Callable[[int, int], None] | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -82,6 +94,8 @@ def sensitivities(
         method: how codes are chosen.
         calibration: what a method with statistics learns from.
         seed: of the labels, which are drawn from the model's own predictions.
+        measure: whether the losses are measured, too, on the first `MEASURED_WINDOWS` windows: a run of the model for each candidate and
+            group of weights.
         refusals: why weights of a plan cannot be stored, by path; such a candidate is not considered for these weights.
         progress: called with the number of steps done and of all steps: a window is one, a layer by a method with calibration
             data for each candidate another.
@@ -96,13 +110,15 @@ def sensitivities(
     """
     config, groups = model.runnable_config(), tied(row for row in plan if row.policy is not None)
     plans = _plans(plan, candidates, groups, refusals)
-    before = 0
+    before, after = 0, 0
     if method.collect:
         before = config.layers * len(candidates)
+    if measure:
+        after = len(groups)
 
     def report(done: int) -> None:
         if progress is not None:
-            progress(done, before + len(windows))
+            progress(done, before + len(windows) + after)
 
     def errors(parts: Mapping[str, FinishedParts]) -> dict[str, dict[str, Array]]:
         found = {}
@@ -111,20 +127,28 @@ def sensitivities(
             found[name] = _errors(model, one, method, calibration, parts.get(name), on_layer)
         return found
 
-    def on_window(done: int) -> None:
-        report(before + done)
+    def lines(errors: Mapping[str, Mapping[str, Array]], begin: int) -> Iterator[dict[str, Any]]:
+        done, stop = begin, len(windows)
+        squares = _squared_scores(model, groups, windows, errors, seed, begin=begin)
+        losses = _measured_losses(model, groups[max(begin - stop, 0) : after], windows[:MEASURED_WINDOWS], errors)
+        for line in itertools.chain(squares, losses):
+            done += 1
+            yield line
+            report(before + done)
 
     if out is None:
-        squares = list(_squared_scores(model, groups, windows, errors({}), seed, on_window=on_window))
+        kept = list(lines(errors({}), 0))
     else:
         with Journal(_kept_at(out), _job(model, plans, windows, method, calibration, seed)) as journal:
-            squares = _kept_scores(journal, model, groups, windows, errors, seed, plans, on_window)
+            kept = _kept_lines(journal, len(windows) + after, errors, lines, plans)
+    squares, measured = kept[: len(windows)], kept[len(windows) :]
     sums = {name: sum((np.asarray(one[name]) for one in squares), np.zeros(len(groups))) for name in candidates}
     found = []
     for index, paths in enumerate(groups):
         nbytes = _sizes(plans, paths)
-        losses = {name: float(sums[name][index] / (2 * windows.size)) for name in nbytes}
-        found.append(Sensitivity(paths, losses, nbytes))
+        estimates = {name: float(sums[name][index] / (2 * windows.size)) for name in nbytes}
+        losses = {name: measured[index][name] for name in nbytes} if measure else {}
+        found.append(Sensitivity(paths, estimates, nbytes, losses))
     return tuple(found)
 
 
@@ -135,33 +159,52 @@ def _squared_scores(
     errors: Mapping[str, Mapping[str, Array]],
     seed: int,
     *,
-    begin: int = 0,
-    on_window: Callable[[int], None],
+    begin: int,
 ) -> Iterator[dict[str, list[float]]]:
     """The squared scores of the groups for each window from `begin` on, by candidate."""
-    params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
+    if begin >= len(windows):
+        return
+    params = _float_params(model)
     for i in range(begin, len(windows)):
         key, tokens = jax.random.fold_in(jax.random.key(seed), i), jnp.asarray(windows[i][None])
         scores = _scores(params, errors, tokens, key, config=model.runnable_config(), groups=groups)
         yield {name: np.square(np.asarray(found, np.float64)).tolist() for name, found in scores.items()}
-        on_window(i + 1)
 
 
-def _kept_scores(
+def _measured_losses(
+    model: Model, groups: Sequence[tuple[str, ...]], windows: np.ndarray, errors: Mapping[str, Mapping[str, Array]]
+) -> Iterator[dict[str, float]]:
+    """The KL divergence of the model with one group alone in a candidate from the float model, in nats a token, by candidate."""
+    if not groups:
+        return
+    params, config, tokens = _float_params(model), model.runnable_config(), jnp.asarray(windows)
+    exact = _log_probabilities(params, tokens, config=config)
+    for paths in groups:
+        found = {}
+        for name, by_path in errors.items():
+            if all(path in by_path for path in paths):
+                changed = {path: params[path] + by_path[path].astype(jnp.float32) for path in paths}
+                found[name] = float(_divergence(params | changed, exact, tokens, config=config))
+        yield found
+
+
+def _float_params(model: Model) -> dict[str, Array]:
+    """The parameters in float32 by path."""
+    return {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
+
+
+def _kept_lines(
     journal: Journal,
-    model: Model,
-    groups: tuple[tuple[str, ...], ...],
-    windows: np.ndarray,
+    count: int,
     errors: Callable[[Mapping[str, FinishedParts]], Mapping[str, Mapping[str, Array]]],
-    seed: int,
+    lines: Callable[[Mapping[str, Mapping[str, Array]], int], Iterator[dict[str, Any]]],
     names: Iterable[str],
-    on_window: Callable[[int], None],
-) -> list[dict[str, list[float]]]:
-    """`_squared_scores` of all windows. Those that an earlier run noted in the journal are not computed again."""
+) -> list[dict[str, Any]]:
+    """The lines of a measurement. Those that an earlier run noted in the journal are not computed again."""
     parts = {name: FinishedParts(journal, f"candidate-{i}") for i, name in enumerate(names)}
     begin = len(journal.lines)
-    if begin < len(windows):
-        for found in _squared_scores(model, groups, windows, errors(parts), seed, begin=begin, on_window=on_window):
+    if begin < count:
+        for found in lines(errors(parts), begin):
             journal.note({"scores": found})
     for one in parts.values():
         one.clear()
@@ -266,17 +309,30 @@ def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
     for row in plan:
         if (group := by_path.get(row.path)) is not None:
             choice = taken[group.paths[0]]
-            reason = f"estimated KL {choice.loss:.2g}"
+            reason = f"{'measured' if group.measured else 'estimated'} KL {choice.loss:.2g}"
             if len(group.paths) > 1:
                 reason += f" of {len(group.paths)} weights together"
             row = dataclasses.replace(_row_with_scheme(row, choice.name), reason=reason)
         rows.append(row)
     names = dict.fromkeys(name for one in found for name in one.losses)
     total = sum(choice.loss for choice in taken.values())
-    note = f"the estimated KL divergence of all weights together is {total:.3g} nats a token"
+    notes = [f"the estimated KL divergence of all weights together is {total:.3g} nats a token"]
+    if any(one.measured for one in found):
+        notes = [f"the KL divergences measured for each of {len(found)} groups of weights sum to {total:.3g} nats a token"]
+        ranks = [f"{correlation:.2f} for {name}" for name, correlation in rank_correlations(found).items()]
+        notes.append(f"the rank correlation of the measured and the estimated ones is {', '.join(ranks)}")
     return dataclasses.replace(
-        plan, rows=tuple(rows), recipe=f"{bits:g} bits of {', '.join(names)}", notes=(*plan.notes, note)
+        plan, rows=tuple(rows), recipe=f"{bits:g} bits of {', '.join(names)}", notes=(*plan.notes, *notes)
     )
+
+
+def rank_correlations(found: Iterable[Sensitivity]) -> dict[str, float]:
+    """Spearman's rank correlation of measured and estimated losses, by scheme."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for one in found:
+        for name, loss in one.measured.items():
+            pairs.setdefault(name, []).append((one.estimates[name], loss))
+    return {name: float(spearmanr(*zip(*some, strict=True)).statistic) for name, some in pairs.items() if len(some) > 1}
 
 
 def tied(rows: Iterable[PlanRow]) -> tuple[tuple[str, ...], ...]:
@@ -337,6 +393,23 @@ def _errors(
                 q = quantize_finite(x, row, method)
             errors[row.path] = jax.block_until_ready((decoded(q) - x).astype(jnp.bfloat16))
     return errors
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _log_probabilities(
+    params: Mapping[str, Array], tokens: Int[Array, "N T"], *, config: DecoderConfig
+) -> Float[Array, "N T V"]:
+    tree = stack_layers(stack_experts(params_from_paths(dict(params), config)))
+    return jax.nn.log_softmax(forward(tree, tokens, config))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _divergence(
+    params: Mapping[str, Array], exact: Float[Array, "N T V"], tokens: Int[Array, "N T"], *, config: DecoderConfig
+) -> Float[Array, ""]:
+    """The mean KL divergence of a model from exact log-probabilities."""
+    ours = _log_probabilities(params, tokens, config=config)
+    return jnp.mean(jnp.sum(jnp.exp(exact) * (exact - ours), axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "groups"))
