@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 
 from ...array.scheme import scheme as as_scheme
 from ...errors import QuantError
@@ -332,7 +332,9 @@ def rank_correlations(found: Iterable[Sensitivity]) -> dict[str, float]:
     for one in found:
         for name, loss in one.measured.items():
             pairs.setdefault(name, []).append((one.estimates[name], loss))
-    return {name: float(spearmanr(*zip(*some, strict=True)).statistic) for name, some in pairs.items() if len(some) > 1}
+    return {
+        name: float(np.corrcoef(rankdata(some, axis=0), rowvar=False)[0, 1]) for name, some in pairs.items() if len(some) > 1
+    }
 
 
 def tied(rows: Iterable[PlanRow]) -> tuple[tuple[str, ...], ...]:
