@@ -50,7 +50,9 @@ def test_identical_layers_compile_once(monkeypatch):
 
 
 def test_statistics_of_two_models_are_not_advised_of_observe():
-    with pytest.raises(QuantError, match=r"qep needs statistics of layers/0/w.*only `fewbit quantize --method qep`"):
+    with pytest.raises(
+        QuantError, match=r"qep needs statistics of layers/0/w.*quantize_sequentially.*`fewbit quantize --method qep`"
+    ):
         observation_of(dataclasses.replace(ROW, ops=("dot_general",)), fb.methods.QEP(), None)
 
 
