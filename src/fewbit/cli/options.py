@@ -65,7 +65,8 @@ Method = Annotated[
         "--method",
         autocompletion=method_names,
         help="How codes are chosen: rtn rounds to nearest; gptq minimizes each layer's output error on a calibration text; "
-        "qep first corrects weights for the errors of their inputs; rounding learns which way each weight is rounded; "
+        "qep first corrects weights for the errors of their inputs, and qep+gptq_mse searches scales, too; "
+        "rounding learns which way each weight is rounded; "
         "imatrix weighs errors by the inputs' mean squares; hqq needs no text. awq scales inputs and clips blocks; "
         "smoothquant moves outliers of activations into the weights; awq+gptq and the like: scales, and another's codes.",
     ),
