@@ -318,7 +318,7 @@ def test_no_space_left_at_any_point(tmp_path, monkeypatch, after):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", failing)
         with pytest.raises(
-            QuantError, match=r"no space left for .*/m: the file being written needs [\d,]+ bytes, [\d,]+ are free"
+            QuantError, match=r"no space left for .*/m: (the file being written needs [\d,]+ bytes, )?[\d,]+ are free"
         ):
             io.write(tmp_path / "m", TENSORS, max_shard_bytes=1_000, overwrite=True)
     assert bytes_of(tmp_path / "m") == before

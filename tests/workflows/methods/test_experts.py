@@ -1,7 +1,6 @@
 """Experts without tokens: each policy, on observations, on random decoders, and on a mixture that was trained."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -17,7 +16,6 @@ from fewbit.evaluate.report.facts import CalibratedExperts
 from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
-from fewbit.ops.interpret.observe import folded
 from fewbit.workflows.methods.calibrated import calibrated_weights, float_layers
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.experts import ExpertTokens, with_unseen_experts
@@ -29,7 +27,7 @@ from tests.workflows.checkpoints import family_directory, needs_tokenizers, text
 from tests.workflows.methods.test_calibrated import model_of
 
 MEASURE = Measure(AbsMaxRange(), ("hessian",))
-SUMMED = functools.partial(folded, MEASURE)
+SUMMED = MEASURE.folded
 ONE_TOKEN = np.zeros((1, 1), np.int32)
 
 
