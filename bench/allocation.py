@@ -13,14 +13,13 @@ import time
 from typing import Any
 
 import jax
-from scipy.stats import spearmanr
 
 from fewbit import methods
 from fewbit.recipe.plan import Plan
 from fewbit.recipe.quantize_row import quantize_finite
 from fewbit.workflows import calibrated_weights, calibration_data, load, plan_model, quantized_tensors, rotated
 from fewbit.workflows.evaluate import Baseline
-from fewbit.workflows.methods.allocation import WINDOW, WINDOWS, Sensitivity, allocated, sensitivities
+from fewbit.workflows.methods.allocation import WINDOW, WINDOWS, Sensitivity, allocated, rank_correlations, sensitivities
 
 from .facts import headline, save
 from .methods import PACKAGES, evaluated, language_quality
@@ -46,14 +45,13 @@ def main() -> int:
     found = sensitivities(model, first, candidates, windows)
     seconds = time.perf_counter() - start
     print(f"sensitivities of {len(found)} groups and {len(candidates)} schemes in {seconds:.0f} s", flush=True)
-    sample, short, correlations = found[:: options.every], evaluated(model, 512), {}
-    for scheme in candidates:
-        measured = [measured_loss(short, plan_model(model, recipe=scheme), one) for one in sample]
-        correlations[scheme] = float(spearmanr([one.losses[scheme] for one in sample], measured).statistic)
-        print(
-            f"{scheme}: rank correlation of estimated and measured losses of {len(sample)} groups: {correlations[scheme]:.3f}",
-            flush=True,
-        )
+    short, plans = evaluated(model, 512), {scheme: plan_model(model, recipe=scheme) for scheme in candidates}
+    sample = [
+        dataclasses.replace(one, measured={scheme: measured_loss(short, made, one) for scheme, made in plans.items()})
+        for one in found[:: options.every]
+    ]
+    correlations = rank_correlations(sample)
+    print(f"rank correlations of estimated and measured losses of {len(sample)} groups: {correlations}", flush=True)
     base = evaluated(model, options.tokens)
     rows = [
         quality(base, allocated(first, found, float(bits)), name)

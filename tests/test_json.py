@@ -140,13 +140,13 @@ def test_a_file_keeps_its_content_until_the_new_one_is_complete(tmp_path, monkey
     (tmp_path / "link.json").symlink_to(file)
     write_json(tmp_path / "link.json", {"a": 2})
     assert (tmp_path / "link.json").is_symlink() and json.loads(file.read_text()) == {"a": 2}
-    written = pathlib.Path.write_text
+    written = pathlib.Path.write_bytes
 
-    def full(path, text, **options):
-        written(path, text[:4], **options)
+    def full(path, data):
+        written(path, data[:4])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*plan\.json'"):
         write_json(file, {"a": 3})
     assert json.loads(file.read_text()) == {"a": 2}

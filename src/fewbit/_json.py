@@ -49,22 +49,24 @@ def write_json(path: str | os.PathLike[str], form: Any) -> None:
 
     Args:
         path: the file.
-        form: what `json.dumps` takes.
+        form: what `dumped` takes.
 
     Raises:
+        QuantError: as `dumped`.
         OSError: when it cannot be written; it names the file.
     """
-    text, file = json.dumps(form, indent=1) + "\n", pathlib.Path(path).resolve()
+    text, file = dumped(form, os.fspath(path)), pathlib.Path(path).resolve()
     if file.exists() and not file.is_file():  # a pipe or a terminal
-        file.write_text(text, encoding="utf-8")
+        file.write_bytes(text)
         return
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(text)
         unfinished.replace(file)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def parsed(text: bytes, where: str, *, constant: Callable[[str], Any] | None = None) -> Any:

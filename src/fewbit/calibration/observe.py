@@ -156,7 +156,7 @@ def collected(
 
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
-        now = measured(*split((params, quantized, inputs)))
+        now = measured(*split_arrays((params, quantized, inputs)))
         _refuse_missing(wanted - set(now), decoded)
         found = now if found is None else joined(found, now)
     if found is None:
@@ -205,7 +205,7 @@ class StaticPart:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def split(tree: PyTree) -> tuple[StaticPart, list[Any]]:
+def split_arrays(tree: PyTree) -> tuple[StaticPart, list[Any]]:
     """A tree without its arrays, and the arrays."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
     arrays, static = [], []

@@ -140,9 +140,8 @@ class OrbaxWriter(AbstractWriter):
         try:
             with checkpointer:
                 checkpointer.save(staged.path / TREE, _nested({leaf: self._spool.array(leaf) for leaf in spooled}))
-        except (
-            Exception
-        ) as error:  # of any type: a full disk is a ValueError of tensorstore inside a RuntimeError of asyncio
+        except Exception as error:
+            # Of any type: a full disk is a ValueError of tensorstore inside a RuntimeError of asyncio.
             raise self._save_error(error) from error
         stored = _leaves_by_path(_restored(staged.path / TREE))
         for key, leaf in names.items():

@@ -1,8 +1,8 @@
-"""Quantizes parameters in the order of their use, each for the inputs that the parameters quantized before it give it.
+"""Sequential quantization of the parameters of any function.
 
-GPTQ and its relatives do this: a weight makes up for the errors of those before it. For a function of which nothing is known but
-its trace that costs a run of the function for each group of parameters with one input. `fewbit quantize` knows its decoders, and
-runs them layer by layer.
+Each parameter is calibrated on the inputs that the parameters quantized before it produce, so that it can make up for their errors.
+For a function of which nothing is known but its trace that costs a run for each group of parameters that share an input.
+`fewbit quantize` knows its decoders, and runs them layer by layer.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..calibration.measure import Statistic
-from ..calibration.observe import collected, split
+from ..calibration.observe import collected, split_arrays
 from ..calibration.range_rules import AbsMaxRange
 from ..errors import QuantError
 from ..ops.interpret.observe import AbstractMeasure, Measurements, ProductOperand, calibration_rules, observed
@@ -40,7 +40,7 @@ def quantize_sequentially(
     method: AbstractMethod,
     **kwargs: object,
 ) -> PyTree:
-    """Quantizes parameters one after the other, with statistics of the model as it is quantized so far.
+    """Quantizes parameters in the order of their use, with statistics of the partially quantized model.
 
     Parameters of products with one and the same input, such as those of queries, keys and values, go together. `fn` is compiled
     and run once for each such group, with all batches; XLA leaves out what comes after it. Layers stacked for a `scan` are one
@@ -100,7 +100,7 @@ def input_groups(
     Returns:
         The groups; the last one has the parameters whose products were not reached.
     """
-    others, arrays = split((params, inputs))
+    others, arrays = split_arrays((params, inputs))
     traced, sources = Traced.of(fn, (params, *inputs), {}), _Sources(_Operand())
 
     def run(arrays: list[Any]) -> None:

@@ -234,7 +234,7 @@ def _remedy(method: AbstractMethod) -> str:
     """How to collect the statistics of a method."""
     if "cross" in method.collect:
         return (
-            f"it compares the inputs of two models; fb.methods.quantize_sequentially(fn, params, batches, recipe, method=...) and "
+            "it compares the inputs of two models; fb.methods.quantize_sequentially(fn, params, batches, recipe, method=...) and "
             f"`fewbit quantize --method {method.name}` collect them"
         )
     return f"pass stats=fb.observe(fn, params, batches, recipe, collect={method.collect})"

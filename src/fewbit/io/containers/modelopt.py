@@ -48,6 +48,9 @@ _ALGORITHMS = {
 }
 
 
+_READ = {**_ALGORITHMS, "mxfp4": "MXFP4"}
+
+
 class ModelOpt(AbstractContainer):
     """The layout of ModelOpt 0.47, for NVFP4 and FP8. FP8 is by tensor, by channel and in blocks of MXFP8."""
 
@@ -246,7 +249,7 @@ def _group_of(module: str, tensors: Tensors, dtype: np.dtype, where: str) -> Gro
             f"{scale.shape}, in no layout that fewbit reads"
         )
     parts += [found for part in _PARTS if (found := f"{module}.{part}") in tensors.info]
-    info = described(tensors, parts, (rows, columns), dtype, _ALGORITHMS.get(name, name.upper()), preset)
+    info = described(tensors, parts, (rows, columns), dtype, _READ[name], preset)
     return Group(info, tuple(parts), _loader(path, preset, (rows, columns), dtype, where))
 
 

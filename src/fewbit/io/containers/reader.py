@@ -51,8 +51,10 @@ def _check_no_codes(checkpoint: Checkpoint) -> None:
         return  # a container that is not known; it can be inspected, and planning refuses it
     for name, entry in info.items():
         module, _, part = name.rpartition(".")
+        if part not in ("weight", "qweight") or entry.dtype not in _CODES:
+            continue
         scale = next((scale for part in _SCALES if (scale := f"{module}.{part}") in info), None)
-        if part in ("weight", "qweight") and entry.dtype in _CODES and scale is not None:
+        if scale is not None:
             raise UnsupportedError(
                 f"{checkpoint.path} has quantized weights (the {entry.dtype} codes {name!r} with {scale!r}), but config.json has no "
                 "'quantization_config' that says how to read them; put the contents of quant_config.json or "

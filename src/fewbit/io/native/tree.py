@@ -67,7 +67,7 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, overwrite: bool = False)
         elif not _is_code(leaf):
             arrays[name] = _storable(name, leaf, section)
     if not arrays:
-        raise QuantError("the tree has no arrays; fb.save writes arrays, and numbers and strings beside them")
+        raise QuantError("the tree has no arrays; fb.save needs at least one")
     with DirectoryWriter(path, config={_SECTION: section}, overwrite=overwrite) as writer:
         for name, value in arrays.items():
             writer.add(name, value)
