@@ -188,6 +188,9 @@ def test_a_plan_for_a_number_of_bits(model, tmp_path, monkeypatch):
     seeded = [run_json("plan", model, *budget, "--seed", seed) for seed in (0, 1, 1)]
     assert seeded[0]["sha256"] == found["sha256"], "the default"
     assert seeded[1]["sha256"] == seeded[2]["sha256"] != found["sha256"], "labels of another seed, so other estimates"
+    measured = run("plan", model, *budget, "--measure").stdout
+    assert "measured KL" in measured and "the rank correlation of the measured and the estimated ones is" in measured
+    assert "--measure is for --bits" in run("plan", model, "-r", "int8", "--measure", status=2).stderr
     assert "--seed 3 is for --bits" in run("plan", model, "-r", "int8", "--seed", 3, status=2).stderr
     run("quantize", model, "-o", tmp_path / "q", "--plan", saved, "--no-check")
     assert {info.stored for info in io.read(tmp_path / "q").tensors.info.values()} >= {"int8", "int4"}
