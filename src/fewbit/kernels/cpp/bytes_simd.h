@@ -1,13 +1,8 @@
 // The step that products of bytes are made of: in each lane of a U (simd.h), four unsigned bytes (on arm64: signed) times four
 // signed ones are added. Tables of 16 bytes. Included in the namespace of an instruction set.
 
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-constexpr int kIntAcross = 4, kIntRows = 6;  // vectors of outputs and rows of x in a block of registers
-#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
-constexpr int kIntAcross = 2, kIntRows = FEWBIT_VNNI ? 6 : 3;
-#else
-constexpr int kIntAcross = FEWBIT_VNNI ? 4 : 2, kIntRows = FEWBIT_VNNI ? 6 : 3;
-#endif
+// Vectors of outputs and rows of x in a block of registers: 32 of them, or of AVX2 and plain C++ 16.
+constexpr int kIntAcross = FEWBIT_VNNI && FEWBIT_LEVEL != FEWBIT_LEVEL_AVX2 ? 4 : 2, kIntRows = 6;
 typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
 
 INLINE U LoadI(const void* p) { U v; __builtin_memcpy(&v, p, sizeof v); return v; }

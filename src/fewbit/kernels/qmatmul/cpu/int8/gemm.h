@@ -1,51 +1,69 @@
 // The product of integers by panels. Included in the namespace of an instruction set.
 
-// What one tile makes of the sums of a block, where v[m][n] = sum - x_sum[m] * w_zero[n] - x_zero[m] * ones[n]: the first one
-// c[m][n] = v * x_scale[m] * w_scale[n] + x_offset[m] * w_offset[n], each other one adds its own to that. Without zero points of w,
-// w_zero is null; without those of x, ones is; without offsets, w_offset is; x_scale is where the rows of x have one scale for all
-// tiles, with which the caller multiplies at last.
+// What one tile makes of the sums of a block of rows of x and a strip of w, where
+// v[m][n] = sum - x_sum[m] * w_zero[n] - x_zero[m] * ones[n]: it adds v * x_scale[m] * w_scale[n] + x_offset[m] * w_offset[n] to c[m][n].
+// Without zero points of w, w_zero is null; without those of x, ones is; without offsets, w_offset is; x_scale is where the rows of x
+// have one scale for all tiles, with which the caller multiplies at last.
 struct Tile {
   const float *x_scale, *w_scale, *x_offset, *w_offset;
-  const int32_t *x_sum, *x_zero, *w_zero, *ones;
-  bool adds;
-  float* c;
-  int64_t ldc;
+  const int32_t *x_sum, *x_start, *x_zero, *w_zero, *ones;
+
+  // Goes on to the next tile of the same rows and strip.
+  void Next(int64_t rows_of_x, int64_t width) {
+    if (x_scale != nullptr) x_scale += rows_of_x;
+    if (w_offset != nullptr) w_offset += width;
+    if (w_zero != nullptr) w_zero += width;
+    if (ones != nullptr) ones += width;
+    x_offset += rows_of_x, x_sum += rows_of_x, x_start += rows_of_x, x_zero += rows_of_x, w_scale += width;
+  }
 };
 
 template <int kRowsHere>
-static inline void LessProducts(const int32_t* x, const int32_t* w, U (&sum)[kRowsHere][kIntAcross]) {
-#pragma GCC unroll 8
-  for (int m = 0; m < kRowsHere; ++m) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kIntAcross; ++n) sum[m][n] -= SameI(x[m]) * LoadI(w + n * kLanes);
+INLINE void LessProducts(const int32_t* x, const int32_t* w, U (&sum)[kRowsHere][kIntAcross]) {
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] -= SameI(x[m]) * LoadI(w + n * kLanes);
   }
 }
 
-// The branches are outside the loops over rows, and the pointers are copied: c could hold them, as far as the compiler can tell.
+// The branches are outside the loops over rows.
 template <int kRowsHere>
-static inline void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross]) {
-  const float *x_scale = tile.x_scale, *w_scale = tile.w_scale, *x_offset = tile.x_offset, *w_offset = tile.w_offset;
-  float* c = tile.c;
-  const int64_t ldc = tile.ldc;
-  const bool adds = tile.adds;
+INLINE void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross], V (&c)[kRowsHere][kIntAcross]) {
+  if (tile.w_zero != nullptr) LessProducts<kRowsHere>(tile.x_sum, tile.w_zero, sum);
+  if (tile.ones != nullptr) LessProducts<kRowsHere>(tile.x_zero, tile.ones, sum);
   UNROLL for (int n = 0; n < kIntAcross; ++n) {
-    const int at = n * kLanes;
-    const V scale = Load(w_scale + at);
     V v[kRowsHere];
     UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = FloatI(sum[m][n]);
-    if (x_scale != nullptr) {
-      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = Mul(v[m], Same(x_scale[m]));
+    if (tile.x_scale != nullptr) {
+      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = Mul(v[m], Same(tile.x_scale[m]));
     }
-    if (adds) {
-      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = MulAdd(v[m], scale, Load(c + m * ldc + at));
-    } else {
-      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = Mul(v[m], scale);
+    const V scale = Load(tile.w_scale + n * kLanes);
+    UNROLL for (int m = 0; m < kRowsHere; ++m) c[m][n] = MulAdd(v[m], scale, c[m][n]);
+    if (tile.w_offset != nullptr) {
+      const V offset = Load(tile.w_offset + n * kLanes);
+      UNROLL for (int m = 0; m < kRowsHere; ++m) c[m][n] = MulAdd(offset, Same(tile.x_offset[m]), c[m][n]);
     }
-    if (w_offset != nullptr) {
-      const V offset = Load(w_offset + at);
-      UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = MulAdd(offset, Same(x_offset[m]), v[m]);
-    }
-    UNROLL for (int m = 0; m < kRowsHere; ++m) Store(c + m * ldc + at, v[m]);
+  }
+}
+
+// What outputs are before the first tile: a number that leaves all others as they are, also zeros of either sign.
+template <int kRowsHere>
+INLINE void BeginOutputs(V (&c)[kRowsHere][kIntAcross]) {
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) c[m][n] = Same(-0.0f);
+  }
+}
+
+template <int kRowsHere>
+INLINE void LoadOutputs(const float* from, int64_t ld, V (&c)[kRowsHere][kIntAcross]) {
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) c[m][n] = Load(from + m * ld + n * kLanes);
+  }
+}
+
+template <int kRowsHere>
+INLINE void StoreOutputs(const V (&c)[kRowsHere][kIntAcross], float* to, int64_t ld) {
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) Store(to + m * ld + n * kLanes, c[m][n]);
   }
 }
 
@@ -53,27 +71,43 @@ static inline void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross]) {
 static inline int64_t GroupsOfPairs(int largest) { return 32767 / (2 * 128 * (largest | 1)); }  // without dividing by 0
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
-template <int kRowsHere>
-INLINE void AddPairs(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  for (int64_t g = 0; g < groups;) {
-    __m256i pairs[kRowsHere][kIntAcross] = {};
-    for (const int64_t end = g + of_pairs < groups ? g + of_pairs : groups; g < end; ++g) {
-      U b[kIntAcross];
-      UNROLL for (int n = 0; n < kIntAcross; ++n) b[n] = LoadI(w + 4 * (g * kIntWide + n * kLanes));
-      UNROLL for (int m = 0; m < kRowsHere; ++m) {
-        int32_t four;
-        __builtin_memcpy(&four, x + 4 * (g * kRowsHere + m), 4);
-        const __m256i a = (__m256i)SameI(four);
-        UNROLL for (int n = 0; n < kIntAcross; ++n) {
-          pairs[m][n] = _mm256_add_epi16(pairs[m][n], _mm256_maddubs_epi16((__m256i)b[n], a));
-        }
+// kGroups groups, whose pairs are added in 16 bits.
+template <int kGroups, int kRowsHere>
+INLINE void AddPairsOf(const int8_t* x, const uint8_t* w, U (&sum)[kRowsHere][kIntAcross]) {
+  __m256i pairs[kRowsHere][kIntAcross];
+  UNROLL for (int g = 0; g < kGroups; ++g) {
+    __m256i b[kIntAcross];
+    UNROLL for (int n = 0; n < kIntAcross; ++n) b[n] = (__m256i)LoadI(w + 4 * (g * kIntWide + n * kLanes));
+    UNROLL for (int m = 0; m < kRowsHere; ++m) {
+      int32_t four;
+      __builtin_memcpy(&four, x + 4 * (g * kRowsHere + m), 4);
+      const __m256i a = (__m256i)SameI(four);
+      UNROLL for (int n = 0; n < kIntAcross; ++n) {
+        const __m256i product = _mm256_maddubs_epi16(b[n], a);
+        pairs[m][n] = g == 0 ? product : _mm256_add_epi16(pairs[m][n], product);
+        asm("" : "+x"(pairs[m][n]));  // in this order: a tree of sums would need more registers than there are
       }
     }
-    UNROLL for (int m = 0; m < kRowsHere; ++m) {
-      UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] += (U)_mm256_madd_epi16(pairs[m][n], ones);
-    }
   }
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] += (U)_mm256_madd_epi16(pairs[m][n], _mm256_set1_epi16(1));
+  }
+}
+
+// As many times as there are kGroups left.
+template <int kGroups, int kRowsHere>
+INLINE void AddPairsBy(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, int64_t& g, U (&sum)[kRowsHere][kIntAcross]) {
+  if (kGroups > of_pairs) return;
+  for (; g + kGroups <= groups; g += kGroups) AddPairsOf<kGroups>(x + 4 * g * kRowsHere, w + 4 * g * kIntWide, sum);
+}
+
+template <int kRowsHere>
+INLINE void AddPairs(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
+  int64_t g = 0;
+  AddPairsBy<8>(x, w, groups, of_pairs, g, sum);
+  AddPairsBy<4>(x, w, groups, of_pairs, g, sum);
+  AddPairsBy<2>(x, w, groups, of_pairs, g, sum);
+  AddPairsBy<1>(x, w, groups, of_pairs, g, sum);
 }
 #endif
 
@@ -111,64 +145,44 @@ INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, int64_t
   }
 }
 #else
+// The rows of a block from kFrom to kEnd.
+template <int kFrom, int kEnd, int kRowsHere>
+INLINE void AddDots(const int8_t* x, const uint8_t* w, int64_t groups, U (&sum)[kRowsHere][kIntAcross]) {
+  for (int64_t g = 0; g < groups; ++g) {
+    U b[kIntAcross];
+    UNROLL for (int n = 0; n < kIntAcross; ++n) b[n] = LoadI(w + 4 * (g * kIntWide + n * kLanes));
+    UNROLL for (int m = kFrom; m < kEnd; ++m) {
+      int32_t four;
+      __builtin_memcpy(&four, x + 4 * (g * kRowsHere + m), 4);
+      const U a = SameI(four);
+      UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] = Dot4(sum[m][n], b[n], a);
+    }
+  }
+}
+
 template <int kRowsHere>
 INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
   if (of_pairs != 0) return AddPairs<kRowsHere>(x, w, groups, of_pairs, sum);
 #endif
-  for (int64_t g = 0; g < groups; ++g) {
-    U b[kIntAcross];
-#pragma GCC unroll 8
-    for (int n = 0; n < kIntAcross; ++n) b[n] = LoadI(w + 4 * (g * kIntWide + n * kLanes));
-#pragma GCC unroll 8
-    for (int m = 0; m < kRowsHere; ++m) {
-      int32_t four;
-      __builtin_memcpy(&four, x + 4 * (g * kRowsHere + m), 4);
-      const U a = SameI(four);
-#pragma GCC unroll 8
-      for (int n = 0; n < kIntAcross; ++n) sum[m][n] = Dot4(sum[m][n], b[n], a);
-    }
-  }
+  constexpr int kFirst = FEWBIT_VNNI || kRowsHere < 3 ? kRowsHere : 3;  // without a product of bytes more do not fit in registers
+  AddDots<0, kFirst>(x, w, groups, sum);
+  if (kFirst < kRowsHere) AddDots<kFirst, kRowsHere>(x, w, groups, sum);
 }
 #endif
 
-// The sums over groups of x[m] * w[n], for kRowsHere rows of x and one strip of w: begun at -added * x_sum[m], or where x_sum is
-// null at what `sums` holds; left there, or where a tile ends with them, scaled.
 template <int kRowsHere>
-static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, const int32_t* x_sum, int32_t added,
-                         int32_t* sums, int64_t ld_sums, const Tile* tile) {
-  U sum[kRowsHere][kIntAcross];
-#pragma GCC unroll 8
-  for (int m = 0; m < kRowsHere; ++m) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kIntAcross; ++n) {
-      sum[m][n] = x_sum == nullptr ? LoadI(sums + m * ld_sums + n * kLanes) : SameI(x_sum[m]) * SameI(-added);
-    }
+INLINE void AddSums(const int32_t* from, int64_t ld, U (&sum)[kRowsHere][kIntAcross]) {
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] += LoadI(from + m * ld + n * kLanes);
   }
-  AddGroups<kRowsHere>(x, w, groups, of_pairs, sum);
-  if (tile == nullptr) {
-#pragma GCC unroll 8
-    for (int m = 0; m < kRowsHere; ++m) {
-#pragma GCC unroll 8
-      for (int n = 0; n < kIntAcross; ++n) StoreI(sums + m * ld_sums + n * kLanes, sum[m][n]);
-    }
-    return;
-  }
-  if (tile->w_zero != nullptr) LessProducts<kRowsHere>(tile->x_sum, tile->w_zero, sum);
-  if (tile->ones != nullptr) LessProducts<kRowsHere>(tile->x_zero, tile->ones, sum);
-  EndTile<kRowsHere>(*tile, sum);
 }
 
-typedef void (*IntegerStep)(const int8_t*, const uint8_t*, int64_t, int64_t, const int32_t*, int32_t, int32_t*, int64_t, const Tile*);
-
-static IntegerStep IntegerBlockOf(int64_t rows) {
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI
-  static const IntegerStep blocks[] = {IntegerBlock<1>, IntegerBlock<2>, IntegerBlock<3>,
-                                       IntegerBlock<4>, IntegerBlock<5>, IntegerBlock<6>};
-#else
-  static const IntegerStep blocks[] = {IntegerBlock<1>, IntegerBlock<2>, IntegerBlock<3>};
-#endif
-  return blocks[(rows < kIntRows ? rows : kIntRows) - 1];
+template <int kRowsHere>
+INLINE void StoreSums(const U (&sum)[kRowsHere][kIntAcross], int32_t* to, int64_t ld) {
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) StoreI(to + m * ld + n * kLanes, sum[m][n]);
+  }
 }
 
 constexpr int64_t kIntTall = 384;  // rows of x that share one panel
@@ -225,12 +239,14 @@ static void AddOnes(const IntegerJob& job, const Segment& segment, int64_t count
   for (int64_t k = 0; k < 4 * segment.groups; ++k) {
     s.every[k] = (job.bits == 8 ? k : k / codes * codes + k % 4 * 2 + k % codes / 4) < segment.count;
   }
-  const int32_t nothing = 0;
   for (int64_t t = 0; t < segment.tiles; ++t) {
     const int64_t g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
     for (int64_t i = 0; i * kIntWide < count; ++i) {
-      IntegerBlock<1>(s.every + 4 * g, s.panel + (i * kSegment + 4 * g) * kIntWide, groups, 0, segment.first ? &nothing : nullptr, 0,
-                      s.ones + t * width + i * kIntWide, width, nullptr);
+      int32_t* ones = s.ones + t * width + i * kIntWide;
+      U sum[1][kIntAcross] = {};
+      AddGroups<1>(s.every + 4 * g, s.panel + (i * kSegment + 4 * g) * kIntWide, groups, 0, sum);
+      if (!segment.first) AddSums<1>(ones, width, sum);
+      StoreSums<1>(sum, ones, width);
     }
     const int64_t from = (segment.tile + t) * job.tile, end = from + job.tile < job.K ? from + job.tile : job.K;
     for (int64_t n = t * width; segment.last && n < t * width + count; ++n) {
@@ -255,61 +271,56 @@ static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64
   }
 }
 
-// What tile t of a segment makes of the sums of a block of rows of x, from row m of x and of the chunk's `row` on.
-struct BlockTile : Tile {
-  int32_t zeros[kIntRows];
-  BlockTile(const IntegerJob& job, const Segment& segment, int64_t t, int64_t m, int64_t block) {
-    const int64_t at = segment.tile + t, from = at * job.M + m;
-    x_scale = ScalesLast(job) ? nullptr : job.x_scales + from, x_offset = job.x_offsets + from;
-    x_zero = zeros, x_sum = job.x_sums + from;
-    adds = at > 0;
-    SetZeros(job, at, m, block);
-  }
-  static bool HasOffset(const IntegerJob& job) { return job.blocks != nullptr && job.blocks->w.role == Zero::kOffset; }
+static bool HasOffset(const IntegerJob& job) { return job.blocks != nullptr && job.blocks->w.role == Zero::kOffset; }
 
-  void SetZeros(const IntegerJob& job, int64_t at, int64_t m, int64_t block) {
-    for (int64_t i = 0; job.x_zero.data != nullptr && i < block; ++i) zeros[i] = job.x_zero.At(m + i, at);
-  }
+static bool HasZero(const IntegerJob& job) {
+  return job.blocks == nullptr ? job.w_zero.data != nullptr : job.blocks->w.role == Zero::kWhole;
+}
 
-  void SetStrip(const IntegerJob& job, const IntegerScratch& s, int64_t t, int64_t strip, int64_t row, int64_t width) {
-    const int64_t n = strip * kIntWide, at = t * width + n;
-    const bool has_zero = job.blocks == nullptr ? job.w_zero.data != nullptr : job.blocks->w.role == Zero::kWhole;
-    w_scale = s.scale + at, w_offset = HasOffset(job) ? s.offset + at : nullptr, w_zero = has_zero ? s.zero + at : nullptr;
-    ones = job.x_zero.data == nullptr ? nullptr : s.ones + at;
-    c = s.c + row * width + n, ldc = width;
-  }
+// Tile t of a segment, for rows of x from m on and outputs from the chunk's n on.
+static Tile TileAt(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t t, int64_t m, int64_t n,
+                   int64_t width) {
+  const int64_t of_x = (segment.tile + t) * job.M + m, of_w = t * width + n;
+  Tile tile;
+  tile.x_scale = ScalesLast(job) ? nullptr : job.x_scales + of_x, tile.x_offset = job.x_offsets + of_x;
+  tile.x_sum = job.x_sums + of_x, tile.x_start = job.x_starts + of_x, tile.x_zero = job.x_zeros + of_x;
+  tile.w_scale = s.scale + of_w, tile.w_offset = HasOffset(job) ? s.offset + of_w : nullptr;
+  tile.w_zero = HasZero(job) ? s.zero + of_w : nullptr, tile.ones = job.x_zero.data == nullptr ? nullptr : s.ones + of_w;
+  return tile;
+}
 
-  // Goes on to the next tile of the same rows and strip, but for the zero points of x.
-  void Next(int64_t rows_of_x, int64_t width) {
-    if (x_scale != nullptr) x_scale += rows_of_x;
-    if (w_offset != nullptr) w_offset += width;
-    if (w_zero != nullptr) w_zero += width;
-    if (ones != nullptr) ones += width;
-    x_offset += rows_of_x, x_sum += rows_of_x, w_scale += width, adds = true;
-  }
-};
-
-// A block of rows of x from m on, of a segment, times strips [from, end): tile by tile.
-static void RunBlock(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t from, int64_t end, int64_t m,
-                     int64_t block, int64_t row, int64_t width) {
+// kRowsHere rows of x from m on, of a segment, times one strip: tile by tile, or a part of one whose sums are kept until its end.
+template <int kRowsHere>
+static void RunStrip(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t strip, int64_t m, int64_t row,
+                     int64_t width) {
+  const int64_t of_pairs = GroupsOfPairs(job.largest), n = strip * kIntWide, at = row * width + n;
   const int8_t* x = job.x + 4 * (segment.at * job.M + m * segment.groups);
-  const IntegerStep step = IntegerBlockOf(block);
-  const int32_t added = static_cast<int32_t>(AddedTo(job));
-  const int64_t of_pairs = GroupsOfPairs(job.largest);
-  for (int64_t strip = from; strip < end; ++strip) {
-    BlockTile tile(job, segment, 0, m, block);
-    tile.SetStrip(job, s, 0, strip, row, width);
-    const uint8_t* w = s.panel + strip * kSegment * kIntWide;
-    int32_t* sums = s.sums + row * width + strip * kIntWide;
-    for (int64_t t = 0, g = 0; t < segment.tiles; ++t) {
-      const int64_t end_of_tile = GroupsBefore(job, segment, t + 1);
-      step(x + 4 * g * block, w + 4 * g * kIntWide, end_of_tile - g, of_pairs, segment.first ? tile.x_sum : nullptr, added, sums,
-           width, segment.last ? &tile : nullptr);
-      g = end_of_tile;
-      tile.Next(job.M, width);
-      if (t + 1 < segment.tiles) tile.SetZeros(job, segment.tile + t + 1, m, block);
+  const uint8_t* w = s.panel + strip * kSegment * kIntWide;
+  Tile tile = TileAt(job, segment, s, 0, m, n, width);
+  V c[kRowsHere][kIntAcross];
+  if (segment.tile == 0 || !segment.last) BeginOutputs<kRowsHere>(c);
+  else LoadOutputs<kRowsHere>(s.c + at, width, c);
+  for (int64_t t = 0; t < segment.tiles; ++t) {
+    const int64_t groups = GroupsBefore(job, segment, t + 1) - GroupsBefore(job, segment, t);
+    U sum[kRowsHere][kIntAcross] = {};
+    AddGroups<kRowsHere>(x, w, groups, of_pairs, sum);
+    if (!segment.first) AddSums<kRowsHere>(s.sums + at, width, sum);
+    if (!segment.last) return StoreSums<kRowsHere>(sum, s.sums + at, width);
+    UNROLL for (int i = 0; i < kRowsHere; ++i) {
+      UNROLL for (int j = 0; j < kIntAcross; ++j) sum[i][j] += SameI(tile.x_start[i]);
     }
+    EndTile<kRowsHere>(tile, sum, c);
+    x += 4 * groups * kRowsHere, w += 4 * groups * kIntWide;
+    tile.Next(job.M, width);
   }
+  StoreOutputs<kRowsHere>(c, s.c + at, width);
+}
+
+typedef void (*StripStep)(const IntegerJob&, const Segment&, const IntegerScratch&, int64_t, int64_t, int64_t, int64_t);
+
+static StripStep RunStripOf(int64_t rows) {
+  static const StripStep steps[] = {RunStrip<1>, RunStrip<2>, RunStrip<3>, RunStrip<4>, RunStrip<5>, RunStrip<6>};
+  return steps[(rows < kIntRows ? rows : kIntRows) - 1];
 }
 
 #include "gemv_columns.h"
@@ -394,7 +405,8 @@ static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segme
     const int64_t together = job.blocks == nullptr || !job.contracts_cols ? 1 : strips;  // whose panels stay in the first cache
     for (int64_t j = 0; j < strips; j += together) {
       for (int64_t m = 0; m < rows; m += kIntRows) {
-        RunBlock(job, segment, s, j, j + together, m0 + m, rows - m < kIntRows ? rows - m : kIntRows, m, width);
+        const StripStep run = RunStripOf(rows - m);
+        for (int64_t strip = j; strip < j + together; ++strip) run(job, segment, s, strip, m0 + m, m, width);
       }
     }
   }

@@ -11,7 +11,6 @@ constexpr int kAcrossAtOnce = 4;  // rows of x whose sums have room in registers
 #else
 constexpr int kAcrossAtOnce = FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 || FEWBIT_ARM64 ? 2 : 1;
 #endif
-static_assert(kAcrossAtOnce <= kIntRows, "a BlockTile has the numbers of kIntRows rows");
 
 // What the steps of one product share.
 struct Across {
@@ -66,7 +65,8 @@ static void AddAcross(const Across& across, const ByteRows& w, int64_t from, int
 
 // The sums of one vector of outputs as scaled floats, its outputs in order.
 template <int kM>
-static void EndAcross(const IntegerJob& job, const IntegerScratch& s, BlockTile& tile, int64_t t, int64_t n, int64_t row, int64_t width) {
+static void EndAcross(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t t, int64_t n, int64_t row,
+                      int64_t width) {
   U v[kM][4];
   UNROLL for (int m = 0; m < kM; ++m) {
     UNROLL for (int j = 0; j < 4; ++j) v[m][j] = LoadI(s.sums + (row + m) * width + n + j * kLanes);
@@ -77,9 +77,13 @@ static void EndAcross(const IntegerJob& job, const IntegerScratch& s, BlockTile&
     UNROLL for (int m = 0; m < kM; ++m) {
       UNROLL for (int j = 0; j < kIntAcross; ++j) sum[m][j] = v[m][part * kIntAcross + j];
     }
-    tile.SetStrip(job, s, t, n / kIntWide + part, row, width);
-    if (tile.w_zero != nullptr) LessProducts<kM>(tile.x_sum, tile.w_zero, sum);
-    EndTile<kM>(tile, sum);
+    const int64_t from = n + part * kIntWide;
+    float* outputs = s.c + row * width + from;
+    V c[kM][kIntAcross];
+    if (segment.tile + t == 0) BeginOutputs<kM>(c);
+    else LoadOutputs<kM>(outputs, width, c);
+    EndTile<kM>(TileAt(job, segment, s, t, row, from, width), sum, c);
+    StoreOutputs<kM>(c, outputs, width);
   }
 }
 
@@ -110,8 +114,7 @@ static void AcrossTiles(const IntegerJob& job, const Across& across, const Segme
                              s.sums + row * width + n, width);
       }
     }
-    BlockTile tile(job, segment, t, row, kM);
-    for (int64_t n = 0; segment.last && n < count; n += kIntBytes) EndAcross<kM>(job, s, tile, t, n, row, width);
+    for (int64_t n = 0; segment.last && n < count; n += kIntBytes) EndAcross<kM>(job, segment, s, t, n, row, width);
   }
 }
 

@@ -39,24 +39,30 @@ struct IntegerJob {
   const BlockJob* blocks;   // whose weight it is, with the scales and zero points as they are stored; null: none
   const int8_t* x;          // as `Prepare` lays it out: for each segment, block after block of kIntRows rows
   const int32_t* x_sums;    // [tiles, M]
-  const float *x_scales, *x_offsets;  // likewise, of products by panels: x_scale in this order, and x_sums times it
+  // Likewise, of products by panels: at what sums begin, which is x_sums times what the bytes of w have more than its numbers, negated;
+  // x_zero; x_scale, 1 where rows are scaled only after all tiles; x_sums times that.
+  const int32_t *x_starts, *x_zeros;
+  const float *x_scales, *x_offsets;
   void* y;                  // [M, N]
   Float y_kind;
 
   int64_t tiles() const { return (K + tile - 1) / tile; }
 };
 
-// The sums of the rows of x by tiles, their scales, and the sums times the scales, each [tiles, M].
+// What an IntegerJob needs of the rows of x by tiles, each [tiles, M].
 struct TilesOfX {
-  int32_t* sums;
+  int32_t *sums, *starts, *zeros;
   float *scales, *offsets;
 
-  static constexpr int64_t kBytes = 12;  // of one tile of one row
+  static constexpr int64_t kBytes = 20;  // of one tile of one row
   TilesOfX(const IntegerJob& job, void* memory) {
     const int64_t count = job.tiles() * job.M;
-    sums = static_cast<int32_t*>(memory), scales = reinterpret_cast<float*>(sums + count), offsets = scales + count;
+    sums = static_cast<int32_t*>(memory), starts = sums + count, zeros = starts + count;
+    scales = reinterpret_cast<float*>(zeros + count), offsets = scales + count;
   }
-  void SetIn(IntegerJob* job) const { job->x_sums = sums, job->x_scales = scales, job->x_offsets = offsets; }
+  void SetIn(IntegerJob* job) const {
+    job->x_sums = sums, job->x_starts = starts, job->x_zeros = zeros, job->x_scales = scales, job->x_offsets = offsets;
+  }
 };
 
 // Contracted places whose codes are laid out at once, few enough that the panel of w stays in the first cache: a part of one tile,
