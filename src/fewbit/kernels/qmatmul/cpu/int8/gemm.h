@@ -70,10 +70,17 @@ INLINE void StoreOutputs(const V (&c)[kRowsHere][kIntAcross], float* to, int64_t
 // How many groups of four products with unsigned numbers up to `largest` AVX2's instruction for bytes adds as pairs of 16 bits. 0: none.
 static inline int64_t GroupsOfPairs(int largest) { return 32767 / (2 * 128 * (largest | 1)); }  // without dividing by 0
 
+template <int kRowsHere>
+INLINE void SetZero(U (&sum)[kRowsHere][kIntAcross]) {
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] = U{};
+  }
+}
+
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
-// kGroups groups, whose pairs are added in 16 bits.
-template <int kGroups, int kRowsHere>
-INLINE void AddPairsOf(const int8_t* x, const uint8_t* w, U (&sum)[kRowsHere][kIntAcross]) {
+// The sums of kGroups groups, whose pairs are added in 16 bits; added to what `sum` holds, or in its place.
+template <int kGroups, bool kAdds, int kRowsHere>
+INLINE void PairsOf(const int8_t* x, const uint8_t* w, U (&sum)[kRowsHere][kIntAcross]) {
   __m256i pairs[kRowsHere][kIntAcross];
   UNROLL for (int g = 0; g < kGroups; ++g) {
     __m256i b[kIntAcross];
@@ -90,7 +97,10 @@ INLINE void AddPairsOf(const int8_t* x, const uint8_t* w, U (&sum)[kRowsHere][kI
     }
   }
   UNROLL for (int m = 0; m < kRowsHere; ++m) {
-    UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] += (U)_mm256_madd_epi16(pairs[m][n], _mm256_set1_epi16(1));
+    UNROLL for (int n = 0; n < kIntAcross; ++n) {
+      const U of_groups = (U)_mm256_madd_epi16(pairs[m][n], _mm256_set1_epi16(1));
+      sum[m][n] = kAdds ? sum[m][n] + of_groups : of_groups;
+    }
   }
 }
 
@@ -98,12 +108,18 @@ INLINE void AddPairsOf(const int8_t* x, const uint8_t* w, U (&sum)[kRowsHere][kI
 template <int kGroups, int kRowsHere>
 INLINE void AddPairsBy(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, int64_t& g, U (&sum)[kRowsHere][kIntAcross]) {
   if (kGroups > of_pairs) return;
-  for (; g + kGroups <= groups; g += kGroups) AddPairsOf<kGroups>(x + 4 * g * kRowsHere, w + 4 * g * kIntWide, sum);
+  for (; g + kGroups <= groups; g += kGroups) PairsOf<kGroups, true>(x + 4 * g * kRowsHere, w + 4 * g * kIntWide, sum);
 }
 
 template <int kRowsHere>
-INLINE void AddPairs(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
+INLINE void SumPairs(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
   int64_t g = 0;
+  if (of_pairs >= 8 && groups >= 8) {  // most often all there are
+    PairsOf<8, false>(x, w, sum);
+    g = 8;
+  } else {
+    SetZero<kRowsHere>(sum);
+  }
   AddPairsBy<8>(x, w, groups, of_pairs, g, sum);
   AddPairsBy<4>(x, w, groups, of_pairs, g, sum);
   AddPairsBy<2>(x, w, groups, of_pairs, g, sum);
@@ -111,21 +127,15 @@ INLINE void AddPairs(const int8_t* x, const uint8_t* w, int64_t groups, int64_t 
 }
 #endif
 
-// sum[m][n] += the products of groups of x[m] and w[n]. `of_pairs`: how many groups AVX2 adds as pairs of 16 bits.
+// sum[m][n] = the products of groups of x[m] and w[n]. `of_pairs`: how many groups AVX2 adds as pairs of 16 bits.
 #if FEWBIT_I8MM
 // One smmla multiplies eight bytes of two rows of x by those of two outputs: meanwhile sums lie in squares of two rows by two outputs.
 // The last one of an odd number of rows makes both rows of its squares.
 template <int kRowsHere>
-INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, int64_t, U (&sum)[kRowsHere][kIntAcross]) {
+INLINE void SumGroups(const int8_t* x, const uint8_t* w, int64_t groups, int64_t, U (&sum)[kRowsHere][kIntAcross]) {
   constexpr int kPairs = (kRowsHere + 1) / 2;
   const auto second = [](int p) { return 2 * p + 1 < kRowsHere ? 2 * p + 1 : 2 * p; };
-  int32x4_t square[kPairs][2 * kIntAcross];
-  UNROLL for (int p = 0; p < kPairs; ++p) {
-    UNROLL for (int n = 0; n < kIntAcross; ++n) {
-      const uint64x2_t a = (uint64x2_t)sum[2 * p][n], b = (uint64x2_t)sum[second(p)][n];
-      square[p][2 * n] = (int32x4_t)vzip1q_u64(a, b), square[p][2 * n + 1] = (int32x4_t)vzip2q_u64(a, b);
-    }
-  }
+  int32x4_t square[kPairs][2 * kIntAcross] = {};
   for (int64_t g = 0; g < groups; g += 2, x += 8 * kRowsHere, w += 8 * kIntWide) {
     int8x16_t a[kPairs];
     UNROLL for (int p = 0; p < kPairs; ++p) {
@@ -161,10 +171,11 @@ INLINE void AddDots(const int8_t* x, const uint8_t* w, int64_t groups, U (&sum)[
 }
 
 template <int kRowsHere>
-INLINE void AddGroups(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
+INLINE void SumGroups(const int8_t* x, const uint8_t* w, int64_t groups, int64_t of_pairs, U (&sum)[kRowsHere][kIntAcross]) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
-  if (of_pairs != 0) return AddPairs<kRowsHere>(x, w, groups, of_pairs, sum);
+  if (of_pairs != 0) return SumPairs<kRowsHere>(x, w, groups, of_pairs, sum);
 #endif
+  SetZero<kRowsHere>(sum);
   constexpr int kFirst = FEWBIT_VNNI || kRowsHere < 3 ? kRowsHere : 3;  // without a product of bytes more do not fit in registers
   AddDots<0, kFirst>(x, w, groups, sum);
   if (kFirst < kRowsHere) AddDots<kFirst, kRowsHere>(x, w, groups, sum);
@@ -243,8 +254,8 @@ static void AddOnes(const IntegerJob& job, const Segment& segment, int64_t count
     const int64_t g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
     for (int64_t i = 0; i * kIntWide < count; ++i) {
       int32_t* ones = s.ones + t * width + i * kIntWide;
-      U sum[1][kIntAcross] = {};
-      AddGroups<1>(s.every + 4 * g, s.panel + (i * kSegment + 4 * g) * kIntWide, groups, 0, sum);
+      U sum[1][kIntAcross];
+      SumGroups<1>(s.every + 4 * g, s.panel + (i * kSegment + 4 * g) * kIntWide, groups, 0, sum);
       if (!segment.first) AddSums<1>(ones, width, sum);
       StoreSums<1>(sum, ones, width);
     }
@@ -302,8 +313,8 @@ static void RunStrip(const IntegerJob& job, const Segment& segment, const Intege
   else LoadOutputs<kRowsHere>(s.c + at, width, c);
   for (int64_t t = 0; t < segment.tiles; ++t) {
     const int64_t groups = GroupsBefore(job, segment, t + 1) - GroupsBefore(job, segment, t);
-    U sum[kRowsHere][kIntAcross] = {};
-    AddGroups<kRowsHere>(x, w, groups, of_pairs, sum);
+    U sum[kRowsHere][kIntAcross];
+    SumGroups<kRowsHere>(x, w, groups, of_pairs, sum);
     if (!segment.first) AddSums<kRowsHere>(s.sums + at, width, sum);
     if (!segment.last) return StoreSums<kRowsHere>(sum, s.sums + at, width);
     UNROLL for (int i = 0; i < kRowsHere; ++i) {
