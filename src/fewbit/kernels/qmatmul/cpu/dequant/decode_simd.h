@@ -150,6 +150,19 @@ struct Whole {
   }
 };
 
+#if FEWBIT_LEVEL != FEWBIT_LEVEL_AVX512
+// Integers by conversion: without AVX-512's instruction of three operands one less than `Whole`.
+template <int kBits, bool kSigned>
+struct Converted {
+  static Converted Of(const Weight&) { return {}; }
+  INLINE_MEMBER V16 At(const W16& raw, int shift) const {
+    if (kSigned) return Numbers16(ShiftRightSigned(ShiftLeft(raw, 32 - kBits - shift), 32 - kBits));
+    const W16 low = shift == 0 ? raw : ShiftRight(raw, shift);
+    return Numbers16(shift + kBits == 32 ? low : And(low, SameWord((1u << kBits) - 1)));
+  }
+};
+#endif
+
 // Codes of 1, 2, 4 and 8 bits.
 template <int kBits, class Meaning = Numbers<kBits>>
 struct Narrow {

@@ -27,7 +27,7 @@ static inline void LoadRun(const StoredScales& stored, int64_t from, int64_t n, 
 struct RowLanes {
   int64_t tile, per_block, beyond;  // codes of a tile; whole tiles of a block, and how many codes it has besides
   int64_t step;                    // from a block's pattern to the next one's: 16 or 0
-  bool one, each;                   // whether a block is within one tile; whether each has scales of its own
+  bool one, each, near;             // whether a block is within one tile; whether each has scales of its own; of at most 8 tiles
   int32_t *patterns, *last;         // 16 numbers each
 
   static int64_t Room(int64_t cols, int64_t block) { return 16 * (cols / block + 2); }
@@ -38,6 +38,7 @@ struct RowLanes {
     one = tile % block == 0 || tile >= w.cols;
     step = one || beyond == 0 ? 0 : 16;
     each = step != 0 || per_block != 0;
+    near = per_block + (beyond == 0 ? 0 : 2) <= 8;
     last = room + (step == 0 ? 16 : 16 * (blocks - 1));
     for (int64_t b = 0; b < (step == 0 ? 1 : blocks - 1); ++b) TilesOfLanes(tile, w.cols, b * block, steps, patterns + 16 * b);
     TilesOfLanes(tile, w.cols, (blocks - 1) * block, steps, last);
@@ -156,7 +157,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
     const auto add_scaled = [&](const W16& of_lanes, V16 (&sum)[kR][kM]) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
-        const V16 s = kLanes < 16 && lanes.one ? Same16(scales[j][at]) : Permuted(of_lanes, Load16(scales[j] + at));
+        const V16 s = kLanes < 16 && lanes.one ? Same16(scales[j][at]) : Looked16(of_lanes, scales[j] + at, lanes.near);
 #pragma GCC unroll 4
         for (int m = 0; m < kM; ++m) total[j][m] = MulAdd(sum[j][m], s, total[j][m]);
       }
@@ -172,7 +173,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
         if (kLanes == 16 && kSteps <= 4) __builtin_prefetch(p + kSoon);
       }
       const auto x_at = [&](int m, int i) { return Load16(x + m * job.ldx + 16 * i); };
-      const auto zero_of = [&](int j) { return Permuted(of_lanes, Load16(zeros[j] + at)); };
+      const auto zero_of = [&](int j) { return Looked16(of_lanes, zeros[j] + at, lanes.near); };
       if constexpr (kWaits) {
         AddBlock<kSubtracts>(codes, table, x_at, zero_of, waiting);
         if (!ends) return;

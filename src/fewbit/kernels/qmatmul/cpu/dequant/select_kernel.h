@@ -121,12 +121,14 @@ static Choice ChoiceOf(const Job& job) {
   if (job.w.bits == 1) return With<Narrow<1>>(job);
   if (job.w.bits == 2) return With<Narrow<2>>(job);
   if (job.w.bits == 3) return With<WideRow<3>, WideColumn<3>>(job);
-  if (job.w.bits == 4 && IsInteger(job.w)) return With<Narrow<4, Whole<4>>>(job);
+  if (job.w.bits == 4 && job.w.kind == Codes::kSigned) return With<Narrow<4, Converted<4, true>>>(job);
+  if (job.w.bits == 4 && job.w.kind == Codes::kUnsigned) return With<Narrow<4, Converted<4, false>>>(job);
   if (job.w.bits == 4) return With<Narrow<4>>(job);
   if (job.w.bits == 5 && IsInteger(job.w)) return With<WideRow<5, Whole<5>>, WideColumn<5, Whole<5>>>(job);
   if (job.w.bits == 6 && IsInteger(job.w)) return With<WideRow<6, Whole<6>>, WideColumn<6, Whole<6>>>(job);
   if (job.w.bits == 7 && IsInteger(job.w)) return With<WideRow<7, Whole<7>>, WideColumn<7, Whole<7>>>(job);
-  if (job.w.bits == 8 && IsInteger(job.w)) return With<Narrow<8, Whole<8>>>(job);
+  if (job.w.kind == Codes::kSigned && job.w.bits == 8) return With<Narrow<8, Converted<8, true>>>(job);
+  if (job.w.kind == Codes::kUnsigned && job.w.bits == 8) return With<Narrow<8, Converted<8, false>>>(job);
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
   if (job.w.kind == Codes::kE2M3) return With<WideRow<6, Float6<3>>, WideColumn<6, Float6<3>>>(job);
   if (job.w.kind == Codes::kE3M2) return With<WideRow<6, Float6<2>>, WideColumn<6, Float6<2>>>(job);

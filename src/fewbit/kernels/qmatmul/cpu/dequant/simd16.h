@@ -21,6 +21,7 @@ static inline V16 AsFloats(const W16& w) { return _mm512_castsi512_ps(w); }
 static inline W16 AsWords(const V16& v) { return _mm512_castps_si512(v); }
 // Element index[i] of 16 in each lane; bits above the four lowest may be anything.
 static inline V16 Permuted(const W16& index, const V16& of) { return _mm512_permutexvar_ps(index, of); }
+static inline V16 Looked16(const W16& index, const float* of, bool) { return Permuted(index, Load16(of)); }
 
 // The first n of at most 16 numbers, and zeros.
 static inline V16 FirstOf(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p); }
@@ -100,6 +101,16 @@ static inline W16 ShiftLeft(const W16& w, int n) {
   FEWBIT_EACH r.u[i] = w.u[i] << n;
   return r;
 }
+static inline W16 ShiftRightSigned(const W16& w, int n) {
+  W16 r;
+  FEWBIT_EACH r.u[i] = (U)((I)w.u[i] >> n);
+  return r;
+}
+static inline V16 Numbers16(const W16& w) {
+  V16 r;
+  FEWBIT_EACH r.v[i] = __builtin_convertvector((I)w.u[i], V);
+  return r;
+}
 static inline W16 And(const W16& a, const W16& b) {
   W16 r;
   FEWBIT_EACH r.u[i] = a.u[i] & b.u[i];
@@ -150,6 +161,17 @@ static inline V16 Permuted(const W16& index, const V16& of) {
   return r;
 }
 #endif
+// Element index[i] of 16, or of 8 if all are `near`.
+static inline V16 Looked16(const W16& index, const float* of, bool near) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+  if (near) {
+    V16 r;
+    FEWBIT_EACH r.v[i] = _mm256_permutevar8x32_ps(Load(of), (__m256i)index.u[i]);
+    return r;
+  }
+#endif
+  return Permuted(index, Load16(of));
+}
 #undef FEWBIT_EACH
 
 static inline V16 FirstOf(const float* p, int64_t n) {

@@ -1,9 +1,9 @@
 // The product of integers by panels. Included in the namespace of an instruction set.
 
-// What one tile makes of the sums of a block of rows of x and a strip of w, where
-// v[m][n] = sum - x_sum[m] * w_zero[n] - x_zero[m] * ones[n]: it adds v * x_scale[m] * w_scale[n] + x_offset[m] * w_offset[n] to c[m][n].
-// Without zero points of w, w_zero is null; without those of x, ones is; without offsets, w_offset is; x_scale is where the rows of x
-// have one scale for all tiles, with which the caller multiplies at last.
+// What one tile makes of the sums of a block of rows of x and a strip of w: it adds
+// v[m][n] * x_scale[m] * w_scale[n] + x_offset[m] * w_offset[n] to c[m][n], where v[m][n] = sum - x_sum[m] * w_zero[n] - x_zero[m] * ones[n]
+// and the sums have begun at x_start[m]. Without zero points of w, w_zero is null; without those of x, ones is; without offsets,
+// w_offset is; x_scale is where the rows of x have one scale for all tiles, with which the caller multiplies at last.
 struct Tile {
   const float *x_scale, *w_scale, *x_offset, *w_offset;
   const int32_t *x_sum, *x_start, *x_zero, *w_zero, *ones;

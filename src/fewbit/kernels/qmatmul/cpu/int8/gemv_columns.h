@@ -28,13 +28,13 @@ struct Across {
 // Groups of four rows [from, end) of w, for one vector of outputs from n on.
 template <int kBits, int kM>
 static void AddAcross(const Across& across, const ByteRows& w, int64_t from, int64_t end, int64_t n, const int8_t* x,
-                      const int32_t* x_sum, int32_t* sums, int64_t ld_sums) {
+                      const int32_t* x_start, int32_t* sums, int64_t ld_sums) {
   constexpr int kParts = kBits == 4 ? 2 : 1;
   const U low = SameI(0x0F0F0F0F);
   U sum[kM][4];
   UNROLL for (int m = 0; m < kM; ++m) {
     UNROLL for (int j = 0; j < 4; ++j) {
-      sum[m][j] = x_sum == nullptr ? LoadI(sums + m * ld_sums + j * kLanes) : SameI(x_sum[m]) * SameI(-across.added);
+      sum[m][j] = x_start == nullptr ? LoadI(sums + m * ld_sums + j * kLanes) : SameI(x_start[m]);
     }
   }
   for (int64_t b = from; b < end; ++b, x += 4 * kParts) {
@@ -100,7 +100,7 @@ static void AcrossTiles(const IntegerJob& job, const Across& across, const Segme
   ByteRows rows{w + bytes.from * stride + n0, stride, bytes.count, count};
   if (is_decoded) rows = {s.decoded, width, 4 * kDeep, width};
   for (int64_t t = 0; t < segment.tiles; ++t) {
-    const int32_t* x_sum = job.x_sums + (segment.tile + t) * job.M + row;
+    const int32_t* x_start = job.x_starts + (segment.tile + t) * job.M + row;
     const int64_t first = GroupsBefore(job, segment, t) / kGroups, end = GroupsBefore(job, segment, t + 1) / kGroups;
     for (int64_t b = first; b < end; b += kDeep) {
       const int64_t stop = b + kDeep < end ? b + kDeep : end, base = is_decoded ? b : 0;
@@ -110,7 +110,7 @@ static void AcrossTiles(const IntegerJob& job, const Across& across, const Segme
       }
       const int8_t* x = job.x + row * across.row + 4 * (segment.at + b * kGroups);
       for (int64_t n = 0; n < count; n += kIntBytes) {
-        AddAcross<kBits, kM>(across, rows, b - base, stop - base, n, x, segment.first && b == first ? x_sum : nullptr,
+        AddAcross<kBits, kM>(across, rows, b - base, stop - base, n, x, segment.first && b == first ? x_start : nullptr,
                              s.sums + row * width + n, width);
       }
     }
