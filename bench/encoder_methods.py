@@ -9,6 +9,7 @@ are quantized.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -79,15 +80,16 @@ def by_scheme_and_method(
             reset_peak()
             method, start = fb.methods.method(name), time.perf_counter()
             if isinstance(method, fb.methods.QEP):
-                found = fb.methods.quantize_sequentially(fn, params, batches, plan, method=method)
-                stats = fb.observe(fn, params, batches, recipe, collect=("sum",))
+                run = functools.partial(fb.methods.quantize_sequentially, fn, params, batches, plan, method=method)
+                found, corrected = run(), functools.partial(run, correct_biases=True)
             else:
                 stats = fb.observe(fn, params, batches, recipe, collect=("sum", *method.collect))
                 found = fb.quantize_params(params, plan, method=method, stats=stats if method.collect else None)
+                corrected = functools.partial(fb.methods.correct_biases, params, found, plan, stats)
             found = jax.block_until_ready(found)
             row: dict[str, Any] = {"scheme": scheme, "method": name, "seconds": time.perf_counter() - start}
             row["peak_bytes"] = peak_bytes()
-            yield row, {"plain": found, "biases": fb.methods.correct_biases(params, found, plan, stats)}
+            yield row, {"plain": found, "biases": corrected()}
 
 
 if __name__ == "__main__":

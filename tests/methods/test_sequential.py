@@ -133,6 +133,39 @@ def test_correcting_inputs_beats_what_ignores_their_errors(name):
 
 
 @pytest.mark.slow
+def biased(params, x):
+    """Two layers with biases, and a product without one between them."""
+    x = jnp.tanh(x @ params["a"]["kernel"] + params["a"]["bias"][None])
+    x = jnp.tanh(x @ params["b"]["kernel"])
+    return x @ params["c"]["kernel"] + params["c"]["bias"][None]
+
+
+BIASED = {
+    name: {"kernel": normal(D, D, seed=i) / 8} | ({} if name == "b" else {"bias": normal(D, seed=i)})
+    for i, name in enumerate("abc")
+}
+
+
+@pytest.mark.parametrize("name", ["rtn", "gptq", "qep"])
+def test_a_corrected_bias_leaves_the_mean_of_the_outputs_as_it_was(name):
+    """That of the quantized model's own inputs: mean outputs over the calibration are the float ones, after any nonlinearity."""
+    batches = [x + 0.5 for x in BATCHES]
+
+    def means(fn, params):
+        return np.mean(np.concatenate([fn(params, x) for x in batches]), axis=0)
+
+    recipe, run = fb.Recipe((fb.Rule(".*/kernel", "int3_g32"),)), fb.transparent(biased)
+    found = quantize_sequentially(biased, BIASED, batches, recipe, method=fb.methods.method(name), correct_biases=True)
+    plain = quantize_sequentially(biased, BIASED, batches, recipe, method=fb.methods.method(name))
+    wanted = means(biased, BIASED)
+    # float32 sums of 192 outputs of about 1
+    np.testing.assert_allclose(means(run, found), wanted, atol=1e-5)
+    assert np.abs(means(run, plain) - wanted).max() > 1e-3
+    assert found["b"].keys() == {"kernel"}
+    if name != "rtn":  # what follows has seen the new biases
+        assert (found["c"]["kernel"].codes != plain["c"]["kernel"].codes).any()
+
+
 def test_a_decoder_gets_the_weights_of_the_layer_by_layer_run(tmp_path):
     model, data = model_of(SMALL, tmp_path), data_of(SMALL)
     plan = workflows.plan_model(model, recipe="int4")

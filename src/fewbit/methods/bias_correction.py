@@ -1,18 +1,20 @@
 """Bias correction: biases absorb the mean error of quantized products.
 
 With the mean `m` of a product's inputs, `W m - Q m` is the mean of what quantizing `W` to `Q` changes in its outputs. Added to the
-bias it is gone, at no cost in bytes or time.
+bias it is gone, at no cost in bytes or time. If the inputs of the quantized model have another mean `m'`, it is `W m - Q m'`.
 
 Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and Bias Correction, ICCV 2019.
 """
 
 import types
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ..array.qarray import QArray, is_qarray
+from ..calibration.measure import Observation
 from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize.dispatch import dequantize
 from ..ops.interpret.parameter_uses import parameter_paths, with_leaves
@@ -71,21 +73,52 @@ def correct_biases(
     before, after = parameter_paths(params), parameter_paths(quantized)
     if set(before) != set(after):
         raise QuantError(f"params and quantized have different parameters: {sorted(set(before) ^ set(after))[:5]}")
-    rows = {row.path: row for row in plan if isinstance(after.get(row.path), QArray)}
-    if unknown := sorted(set(biases) - set(rows)):
+    rows = [row for row in plan if isinstance(after.get(row.path), QArray)]
+    if unknown := sorted(set(biases) - {row.path for row in rows}):
         raise QuantError(f"biases names {unknown[0]!r}, which is not quantized by the plan")
-    for path, row in rows.items():
+    return with_leaves(quantized, after | corrected_biases(before, after, rows, stats.observations, biases=biases))
+
+
+def corrected_biases(
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    rows: Iterable[PlanRow],
+    seen: Mapping[str, Observation],
+    seen_quantized: Mapping[str, Observation] | None = None,
+    *,
+    biases: Mapping[str, str | None] = types.MappingProxyType({}),
+) -> dict[str, Array]:
+    """The corrected biases of some weights.
+
+    Args:
+        before: the float parameters, by path.
+        after: likewise with quantized weights.
+        rows: the plan's rows of these weights.
+        seen: sums of their inputs in the float model.
+        seen_quantized: those in the quantized model; None: the same.
+        biases: as for `correct_biases`.
+
+    Returns:
+        New biases, by path.
+    """
+    found = dict[str, Array]()
+    for row in rows:
+        path = row.path
         bias = biases[path] if path in biases else bias_of(path, before)
         if bias is None or not set(row.ops) & set(PRODUCT_OPS):
             continue
         if bias not in after:
             raise QuantError(f"the bias {bias!r} of {path} is not among the parameters")
-        shift, old = _mean_error(before[path], after[path], row, stats), after[bias]
+        weight, old = dequantize(after[path], dtype=jnp.float32), after[bias]
+        mean = _mean_input(row, seen)
+        shift = _mean_output(before[path].astype(jnp.float32) - weight, row, mean, seen[path].batch)
+        if seen_quantized is not None:
+            shift += _mean_output(weight, row, mean - _mean_input(row, seen_quantized), seen[path].batch)
         if not is_qarray(old) and _long(old.shape) == _long(shift.shape):
-            after[bias] = (old.astype(jnp.float32) + shift.reshape(old.shape)).astype(old.dtype)
+            found[bias] = (old.astype(jnp.float32) + shift.reshape(old.shape)).astype(old.dtype)
         elif path in biases:
             raise QuantError(f"the bias {bias!r} of {path} is {old!r}; it must be a float array of shape {shift.shape}")
-    return with_leaves(quantized, after)
+    return found
 
 
 def bias_of(path: str, paths: Container[str]) -> str | None:
@@ -102,43 +135,48 @@ def bias_of(path: str, paths: Container[str]) -> str | None:
     return next((parent + one for one in names if parent + one in paths), None)
 
 
-def _mean_error(x: Array, q: QArray, row: PlanRow, stats: SupportsObservations) -> Float[Array, "..."]:
-    """What a product's outputs lose on average.
+def _mean_input(row: PlanRow, seen: Mapping[str, Observation]) -> Float[Array, "..."]:
+    """The mean of a product's inputs, an element for each channel."""
+    one = seen.get(row.path)
+    if one is None or one.sum is None:
+        raise QuantError(f'{row.path} has no sums of its inputs; pass stats=fb.observe(fn, ..., collect=("sum",))')
+    return one.sum / jnp.maximum(one.count, 1).reshape(*one.count.shape, *[1] * (one.sum.ndim - one.count.ndim))
+
+
+def _mean_output(
+    x: Float[Array, "..."], row: PlanRow, mean: Float[Array, "..."], batch_axes: Sequence[int] | None
+) -> Float[Array, "..."]:
+    """The mean of the outputs of a weight `x`, given that of its inputs.
 
     There is an element for each of the weight's axes that the product does not contract.
     """
-    seen = stats.observations.get(row.path)
-    if seen is None or seen.sum is None:
-        raise QuantError(f'{row.path} has no sums of its inputs; pass stats=fb.observe(fn, ..., collect=("sum",))')
     stacked, contracted = ([a % x.ndim for a in sorted(axes)] for axes in (row.stacked, row.contracted or row.axis))
     inner = [a for a in range(x.ndim) if a not in stacked]
     layers, shape, batch = [x.shape[a] for a in stacked], [x.shape[a] for a in inner], None
-    if seen.batch is not None and seen.sum.ndim > len(layers) + 1:
-        batch = [inner.index(a % x.ndim) for a in seen.batch]
+    if batch_axes is not None and mean.ndim > len(layers) + 1:
+        batch = [inner.index(a % x.ndim) for a in batch_axes]
         if batch != list(range(len(batch))):
             raise UnsupportedError(
-                f"{row.path} has the batch axes {seen.batch}, in the order of its product, and the order of its bias is not known; store "
+                f"{row.path} has the batch axes {batch_axes}, in the order of its product, and the order of its bias is not known; store "
                 "them first and in this order, or pass biases={path: None} for it"
             )
     try:
-        axes = MatrixAxes.of(shape, [inner.index(a) for a in contracted], seen.sum.shape[len(layers) :], batch)
+        axes = MatrixAxes.of(shape, [inner.index(a) for a in contracted], mean.shape[len(layers) :], batch)
     except (QuantError, UnsupportedError) as error:
         raise type(error)(f"{row.path}: {error}") from error
-    mean = seen.sum / jnp.maximum(seen.count, 1).reshape(*seen.count.shape, *[1] * (seen.sum.ndim - seen.count.ndim))
     mean = mean.reshape(*layers, *(axes.shape[a] for a in (*axes.groups, *axes.contracted)))
-    error = (x.astype(jnp.float32) - dequantize(q, dtype=jnp.float32)).transpose(*stacked, *inner)
-    shift = jnp.einsum(
-        error.reshape(*layers, *axes.shape),
+    outputs = jnp.einsum(
+        x.transpose(*stacked, *inner).reshape(*layers, *axes.shape),
         [..., *range(len(axes.shape))],
         mean,
         [..., *axes.groups, *axes.contracted],
         [..., *axes.groups, *axes.others],
         precision="highest",
     ).reshape(*layers, *(x.shape[a] for a in inner if a not in contracted))
-    order = [*range(len(layers), shift.ndim)]
+    order = [*range(len(layers), outputs.ndim)]
     for place, a in enumerate(stacked):  # the layers are along the same axis of the bias
         order.insert(min(a, len(order)), place)
-    return shift.transpose(order)
+    return outputs.transpose(order)
 
 
 def _long(shape: tuple[int, ...]) -> list[int]:

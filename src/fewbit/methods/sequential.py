@@ -29,6 +29,7 @@ from ..recipe.plan import plan as make_plan
 from ..recipe.quantize_row import quantize_row
 from ..recipe.recipe import RecipeLike
 from ..recipe.rule import PRODUCT_OPS
+from .bias_correction import corrected_biases
 
 
 def quantize_sequentially(
@@ -38,6 +39,7 @@ def quantize_sequentially(
     recipe: RecipeLike | Plan,
     *,
     method: AbstractMethod,
+    correct_biases: bool = False,
     **kwargs: object,
 ) -> PyTree:
     """Quantizes parameters in the order of their use, with statistics of the partially quantized model.
@@ -52,6 +54,8 @@ def quantize_sequentially(
         batches: as for `fb.observe`.
         recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of `params`.
         method: how scales and codes are chosen; `fb.methods.QEP()` also corrects each weight for the errors of its inputs.
+        correct_biases: whether biases take the mean error of their products, as by `fb.methods.correct_biases`, which includes
+            what the mean of the quantized model's inputs differs by. What is quantized later sees the new biases.
         kwargs: keyword arguments of `fn`.
 
     Returns:
@@ -75,14 +79,21 @@ def quantize_sequentially(
     plan = recipe if isinstance(recipe, Plan) else make_plan(fn, params, *first, recipe=recipe)
     leaves, found = check_plan(params, plan), dict[str, Any]()
     rows = {row.path: row for row in plan}
-    measured = [row.path for row in plan if method.collect and row.policy is not None and set(row.ops) & set(PRODUCT_OPS)]
+    collect = cast(Sequence[Statistic], tuple(dict.fromkeys((*method.collect, "sum"))) if correct_biases else method.collect)
+    measured = [row.path for row in plan if collect and row.policy is not None and set(row.ops) & set(PRODUCT_OPS)]
     for path in set(rows) - set(measured):
         found[path] = quantize_row(leaves[path], rows[path], method)
+
+    def seen_in(group: list[str], collect: Sequence[Statistic], quantized: PyTree) -> dict[str, Any]:
+        return collected(fn, params, batches, lambda *_: (group, ()), AbsMaxRange(), collect, quantized)
+
+    means = seen_in(measured, ("sum",), None) if correct_biases else {}
     for group in input_groups(fn, params, first, measured):
-        now, collect = with_leaves(params, found), cast(Sequence[Statistic], method.collect)
-        seen = collected(fn, params, batches, lambda *_: (group, ()), AbsMaxRange(), collect, now)  # noqa: B023 - called at once
+        seen = seen_in(group, collect, with_leaves(params, found))
         for path in group:
             found[path] = jax.block_until_ready(quantize_row(leaves[path], rows[path], method, seen[path]))
+        if correct_biases:
+            found |= corrected_biases(leaves, leaves | found, [rows[path] for path in group], means, seen)
     return with_leaves(params, found)
 
 
