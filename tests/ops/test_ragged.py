@@ -63,7 +63,9 @@ def test_a_policy_treats_transposed_experts_as_their_transpose(policy):
     swapped = {"w": experts.swapaxes(1, 2)}
     other, (other_weight, other_left) = jax.value_and_grad(fb.train(transposed, recipe), argnums=(0, 1))(swapped, rows)
     np.testing.assert_allclose(other, value, rtol=1e-5)
-    np.testing.assert_array_equal(other_weight["w"].swapaxes(1, 2), weight["w"])
+    # codes are multiplied exactly; floats are added in an order of the product's own
+    most = 0 if policy.activation is not None else 5 * np.finfo(np.float32).eps * np.abs(rows).max() * np.abs(out).max()
+    np.testing.assert_allclose(other_weight["w"].swapaxes(1, 2), weight["w"], rtol=0, atol=most)
     np.testing.assert_array_equal(other_left, left)
     served = fb.transparent(transposed)(fb.quantize_params(swapped, fb.plan(transposed, swapped, rows, recipe=recipe)), rows)
     np.testing.assert_allclose(served, value, rtol=1e-5)

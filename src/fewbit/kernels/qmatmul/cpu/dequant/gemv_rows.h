@@ -115,6 +115,7 @@ static inline void AddHalves(const uint8_t* const* row, int64_t from, int64_t by
 template <class Decoder, bool kSubtracts, int kM>
 static void DotRows(const Job& job, int64_t r0, int64_t count) {
   constexpr int kSteps = Decoder::kSteps, kBlock = 16 * kSteps, kBytes = Decoder::kBytes, kR = RowsAtOnce(kM);
+  constexpr bool kHalves = FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2;  // whether the lanes of a block are two registers
   constexpr bool kLoadsMore = kLanes < 16 && kBytes % 32 != 0;  // a decoder loads whole registers, as far as the row goes
   const Weight& w = job.w;
   const int64_t r1 = r0 + count < w.rows ? r0 + count : w.rows, last = (w.cols - 1) / kBlock;
@@ -154,15 +155,23 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
     const float* x = job.x;
     const int32_t* pattern = lanes.patterns;
     int64_t at = 0, left = lanes.tile;  // the first tile of a block, and how many of its codes follow
-    const auto add_scaled = [&](const W16& of_lanes, V16 (&sum)[kR][kM]) __attribute__((always_inline)) {
+    const auto add_scaled = [&](const W16& of_lanes, V16 (&sum)[kR][kM], bool is_half) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
         const V16 s = kLanes < 16 && lanes.one ? Same16(scales[j][at]) : Looked16(of_lanes, scales[j] + at, lanes.near);
 #pragma GCC unroll 4
-        for (int m = 0; m < kM; ++m) total[j][m] = MulAdd(sum[j][m], s, total[j][m]);
+        for (int m = 0; m < kM; ++m) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+          if (is_half) {
+            total[j][m].v[0] = MulAdd(sum[j][m].v[0], s.v[0], total[j][m].v[0]);
+            continue;
+          }
+#endif
+          total[j][m] = MulAdd(sum[j][m], s, total[j][m]);
+        }
       }
     };
-    const auto add = [&](int64_t b, int64_t bytes, const int32_t* pattern, bool ends) __attribute__((always_inline)) {
+    const auto add = [&](int64_t b, int64_t bytes, const int32_t* pattern, bool ends, bool is_half) __attribute__((always_inline)) {
       const W16 of_lanes = Words16(pattern);
       Decoder codes[kR];
 #pragma GCC unroll 4
@@ -177,7 +186,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
       if constexpr (kWaits) {
         AddBlock<kSubtracts>(codes, table, x_at, zero_of, waiting);
         if (!ends) return;
-        add_scaled(of_lanes, waiting);
+        add_scaled(of_lanes, waiting, is_half);
 #pragma GCC unroll 4
         for (int j = 0; j < kR; ++j) {
           UNROLL for (int m = 0; m < kM; ++m) waiting[j][m] = Same16(0.0f);
@@ -185,7 +194,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
       } else {
         V16 sum[kR][kM];
         AddBlock<kSubtracts>(codes, table, x_at, zero_of, sum);
-        add_scaled(of_lanes, sum);
+        add_scaled(of_lanes, sum, is_half);
       }
     };
     const int64_t bytes = w.row_stride - last * kBytes;
@@ -210,7 +219,12 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
           row[j] = part[j] - last * kBytes;
         }
       }
-      add(b, kLoadsMore ? w.row_stride - b * kBytes : kBytes, pattern, lanes.each || left <= 0);
+      const int64_t there = kLoadsMore ? w.row_stride - b * kBytes : kBytes;
+      if (kHalves && b == last && bytes <= kBytes / 2) {  // what AVX2 computes of the other register is not used, and left out
+        add(b, there, pattern, true, true);
+        break;
+      }
+      add(b, there, pattern, lanes.each || left <= 0, false);
       at += lanes.per_block;
       if (left <= 0) ++at, left += lanes.tile;
     }
