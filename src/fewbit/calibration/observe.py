@@ -157,7 +157,7 @@ def collected(
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
         now = measured(*split_arrays((params, quantized, inputs)))
-        _refuse_missing(wanted - set(now), decoded)
+        refuse_missing(wanted - set(now), decoded)
         found = now if found is None else joined(found, now)
     if found is None:
         raise QuantError("batches is empty; pass at least one batch")
@@ -217,7 +217,7 @@ def split_arrays(tree: PyTree) -> tuple[StaticPart, list[Any]]:
     return StaticPart(treedef, tuple(static)), arrays
 
 
-def _refuse_missing(missing: set[str], decoded: Sequence[Decoded]) -> None:
+def refuse_missing(missing: set[str], decoded: Sequence[Decoded]) -> None:
     """Refuses parameters and products of which no statistics were collected."""
     reasons = {d.array: str(d) for d in reversed(decoded)}
     inside = "it is inside a while loop or a shard_map, from which no statistics can be returned"

@@ -1,8 +1,8 @@
 """Sequential quantization of the parameters of any function.
 
 Each parameter is calibrated on the inputs that the parameters quantized before it produce, so that it can make up for their errors.
-For a function of which nothing is known but its trace that costs a run for each group of parameters that share an input.
-`fewbit quantize` knows its decoders, and runs them layer by layer.
+Parameters that share an input go together, and what does not depend on the others any more is computed once: see
+`fewbit.calibration.stepwise`. `fewbit quantize` knows its decoders, and runs them layer by layer.
 """
 
 import dataclasses
@@ -14,10 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..array.qarray import is_qarray
 from ..calibration.measure import Statistic
 from ..calibration.observe import collected, split_arrays
 from ..calibration.range_rules import AbsMaxRange
+from ..calibration.stepwise import Stepwise
 from ..errors import QuantError
+from ..kernels.quantize.dispatch import dequantize
 from ..ops.interpret.observe import AbstractMeasure, Measurements, ProductOperand, calibration_rules, observed
 from ..ops.interpret.parameter_uses import with_leaves
 from ..ops.interpret.traced import Traced, array_leaves
@@ -44,8 +47,9 @@ def quantize_sequentially(
 ) -> PyTree:
     """Quantizes parameters in the order of their use, with statistics of the partially quantized model.
 
-    Parameters of products with one and the same input, such as those of queries, keys and values, go together. `fn` is compiled
-    and run once for each such group, with all batches; XLA leaves out what comes after it. Layers stacked for a `scan` are one
+    Parameters of products with one and the same input, such as those of queries, keys and values, go together. For each such group
+    the piece of `fn` between its products and those of the group before is compiled and run with all batches, whose values there
+    stay in memory; a function that is one `jit` is one piece, and runs for each group. Layers stacked for a `scan` are one
     parameter, and quantized together: their statistics have the errors of other parameters in all layers, not of their own.
 
     Args:
@@ -83,18 +87,25 @@ def quantize_sequentially(
     measured = [row.path for row in plan if collect and row.policy is not None and set(row.ops) & set(PRODUCT_OPS)]
     for path in set(rows) - set(measured):
         found[path] = quantize_row(leaves[path], rows[path], method)
-
-    def seen_in(group: list[str], collect: Sequence[Statistic], quantized: PyTree) -> dict[str, Any]:
-        return collected(fn, params, batches, lambda *_: (group, ()), AbsMaxRange(), collect, quantized)
-
-    means = seen_in(measured, ("sum",), None) if correct_biases else {}
+    if not measured:
+        return with_leaves(params, found)
+    means = dict[str, Any]()
+    if correct_biases:
+        means = collected(fn, params, batches, lambda *_: (measured, ()), AbsMaxRange(), ("sum",))
+    now = with_leaves(params, {path: _decoded(x) for path, x in found.items()})
+    stepwise = Stepwise.of(fn, params, batches, measured, collect)
     for group in input_groups(fn, params, first, measured):
-        seen = seen_in(group, collect, with_leaves(params, found))
-        for path in group:
-            found[path] = jax.block_until_ready(quantize_row(leaves[path], rows[path], method, seen[path]))
+        seen, stepwise = stepwise.measured(group, now)
+        new = {path: jax.block_until_ready(quantize_row(leaves[path], rows[path], method, seen[path])) for path in group}
         if correct_biases:
-            found |= corrected_biases(leaves, leaves | found, [rows[path] for path in group], means, seen)
+            new |= corrected_biases(leaves, leaves | found | new, [rows[path] for path in group], means, seen)
+        found |= new
+        now = with_leaves(now, {path: _decoded(x) for path, x in new.items()})
     return with_leaves(params, found)
+
+
+def _decoded(x: PyTree) -> PyTree:
+    return dequantize(x) if is_qarray(x) else x
 
 
 def input_groups(
