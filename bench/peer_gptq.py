@@ -1,8 +1,8 @@
 """Compares the GPTQ of llm-compressor and gptqmodel, and the AWQ of llm-compressor, with ours, on one model, text and scheme.
 
     python -m bench.peer_gptq --peer-python PYTHON [--gptqmodel-python PYTHON] [--work DIRECTORY] [--save peer_gptq]
-    python -m bench.peer_gptq --peer-python PYTHON --methods rtn,awq,awq+rtn --schemes int4_g64,int3_g64 --windows 16
-        [--plain] [--save peer_awq]
+    python -m bench.peer_gptq --peer-python PYTHON --packages fewbit,llm-compressor --methods rtn,awq,awq+rtn
+        --schemes int4_g64 --windows 8 --tokens 4096 [--plain] [--save peer_awq]
 
 The peers have environments of their own, without fewbit; `bench/peer_gptq_torch.py` runs there. The model is that of
 `bench.methods`, SmolLM2 rotated, or with --plain as it is; the peers get it as a float32 checkpoint, with the same windows of

@@ -256,7 +256,7 @@ def test_what_scales_leave_of_roundings_divergence():
         rows = {r["method"]: r for r in saved(name)["rows"]}  # "awq+rtn" is fewbit's, "awq" llm-compressor's
         left += [round(100 * rows[method]["kl"] / rows["rtn"]["kl"]) for method in ("awq+rtn", "awq")]
         assert rows["awq"]["package"] == "llm-compressor" and rows["awq"]["float_logits_error"] < 1e-5
-    said = "scales leave {} % of the divergence of rounding, and llm-compressor's {} %; on the rotated one {} % and {} %"
+    said = "is {} % of that of round-to-nearest with fewbit's scales and {} % with llm-compressor's; with rotation it is {} % and {} %"
     assert said.format(*left) in PAGE
 
 

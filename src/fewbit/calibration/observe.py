@@ -148,7 +148,7 @@ def collected(
             evaluate(interpreter, traced, array_leaves((observed(tree, paths, notes), *inputs)), pairs)
             return notes.found
 
-        ours = params if quantized is None else jax.tree.map(_decoded, quantized, is_leaf=is_qarray)
+        ours = params if quantized is None else jax.tree.map(as_float, quantized, is_leaf=is_qarray)
         found = run(ours, measure)
         if "cross" in collect:
             return with_cross(found, run(params, Inputs()), run(ours, Inputs()))
@@ -164,7 +164,8 @@ def collected(
     return found
 
 
-def _decoded(x: PyTree) -> PyTree:
+def as_float(x: PyTree) -> PyTree:
+    """A parameter, dequantized if it is a QArray."""
     return dequantize(x) if is_qarray(x) else x
 
 

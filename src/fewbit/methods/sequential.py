@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..array.qarray import is_qarray
 from ..calibration.measure import Statistic
-from ..calibration.observe import collected, split_arrays
+from ..calibration.observe import as_float, collected, split_arrays
 from ..calibration.range_rules import AbsMaxRange
 from ..calibration.stepwise import Stepwise
 from ..errors import QuantError
-from ..kernels.quantize.dispatch import dequantize
 from ..ops.interpret.observe import AbstractMeasure, Measurements, ProductOperand, calibration_rules, observed
 from ..ops.interpret.parameter_uses import with_leaves
 from ..ops.interpret.traced import Traced, array_leaves
@@ -92,7 +90,7 @@ def quantize_sequentially(
     means = dict[str, Any]()
     if correct_biases:
         means = collected(fn, params, batches, lambda *_: (measured, ()), AbsMaxRange(), ("sum",))
-    now = with_leaves(params, {path: _decoded(x) for path, x in found.items()})
+    now = with_leaves(params, {path: as_float(x) for path, x in found.items()})
     stepwise = Stepwise.of(fn, params, batches, measured, collect)
     for group in input_groups(fn, params, first, measured):
         seen, stepwise = stepwise.measured(group, now)
@@ -100,12 +98,8 @@ def quantize_sequentially(
         if correct_biases:
             new |= corrected_biases(leaves, leaves | found | new, [rows[path] for path in group], means, seen)
         found |= new
-        now = with_leaves(now, {path: _decoded(x) for path, x in new.items()})
+        now = with_leaves(now, {path: as_float(x) for path, x in new.items()})
     return with_leaves(params, found)
-
-
-def _decoded(x: PyTree) -> PyTree:
-    return dequantize(x) if is_qarray(x) else x
 
 
 def input_groups(

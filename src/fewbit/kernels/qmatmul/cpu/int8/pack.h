@@ -43,7 +43,7 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
     return;
   }
   const int64_t row = IntegerRowBytes(job, segments);
-  const int32_t added = static_cast<int32_t>(AddedTo(job));
+  const uint32_t added = static_cast<uint32_t>(AddedTo(job));
   alignas(64) int8_t laid[kSegment];
   for (const Segment& segment : segments) {
     int8_t* to = out + 4 * (segment.at * job.M + m * segment.groups);
@@ -55,7 +55,7 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
         for (; k < end; ++k) sum += from[k];
         const int64_t at = (segment.tile + t) * job.M + m + i;
         tiles.sums[at] = segment.first ? sum : tiles.sums[at] + sum;
-        tiles.starts[at] = -added * tiles.sums[at];
+        tiles.starts[at] = static_cast<int32_t>(-added * static_cast<uint32_t>(tiles.sums[at]));
         if (job.x_zero.data != nullptr) tiles.zeros[at] = job.x_zero.At(m + i, segment.tile + t);
         tiles.scales[at] = ScalesLast(job) ? 1.0f : job.x_scale.At(m + i, segment.tile + t);
         tiles.offsets[at] = tiles.scales[at] * static_cast<float>(tiles.sums[at]);
