@@ -13,7 +13,7 @@ import jax
 from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
-from ..ops.interpret.evaluator import Decoded
+from ..ops.interpret.evaluator import Decoded, Equations
 from ..ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, observed
 from ..ops.interpret.parameter_uses import array_paths
 from ..ops.interpret.traced import Traced, array_leaves
@@ -71,7 +71,7 @@ class Progress:
     left: tuple[jex_core.JaxprEqn, ...]
     known: tuple[jex_core.Var, ...] = ()
 
-    def after(self, group: frozenset[str], waiting: frozenset[str]) -> tuple["Progress", jex_core.Jaxpr]:
+    def after(self, group: frozenset[str], waiting: frozenset[str]) -> tuple["Progress", Equations]:
         """The progress once all is known that no parameter of `waiting` changes, and the equations up to the group's last use.
 
         Args:
@@ -89,16 +89,13 @@ class Progress:
         left = tuple(eqn for eqn in self.left if id(eqn) not in done)
         read = {var for eqn in left for var in _variables(eqn)}
         known = tuple(var for var in (*self.known, *(var for eqn in done.values() for var in eqn.outvars)) if var in read)
-        piece, read = [], set(known)
+        needed, read = [], set(known)
         for eqn in reversed(self.left[:end]):
             if read.intersection(eqn.outvars) or self.program.uses(eqn, group):
-                piece.insert(0, eqn)
+                needed.append(eqn)
                 read.update(_variables(eqn))
-        names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-        inputs = [*jaxpr.invars, *self.known]
-        return Progress(self.program, left, known), jaxpr.replace(
-            invars=inputs, outvars=list(known), eqns=piece, debug_info=names
-        )
+        piece = Equations(jaxpr.constvars, (*jaxpr.invars, *self.known), needed[::-1], known)
+        return Progress(self.program, left, known), piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +170,7 @@ class Stepwise:
         """
         decoded: list[Decoded] = []
         steps = {each: each.after(frozenset(group), self.waiting) for each in {batch.progress for batch in self.batches}}
-        runs = {each: _compiled(each.program, jaxpr, group, self.measure, decoded) for each, (_, jaxpr) in steps.items()}
+        runs = {each: _compiled(each.program, piece, group, self.measure, decoded) for each, (_, piece) in steps.items()}
         joined = jax.jit(lambda earlier, later: {path: self.measure.joined(earlier[path], later[path]) for path in earlier})
         found, batches = dict[str, Any](), []
         for batch in self.batches:
@@ -185,7 +182,7 @@ class Stepwise:
 
 
 def _compiled(
-    program: Program, jaxpr: jex_core.Jaxpr, group: Sequence[str], measure: Measure, decoded: list[Decoded]
+    program: Program, piece: Equations, group: Sequence[str], measure: Measure, decoded: list[Decoded]
 ) -> Callable[[StaticPart, list[Any], tuple[list[jax.Array], ...]], tuple[dict[str, Any], tuple[list[jax.Array], ...]]]:
     """Evaluates a piece of a program: the statistics of the group, and the values that are known then."""
 
@@ -199,7 +196,7 @@ def _compiled(
             notes = Measurements(measure)
             interpreter = evaluator("dequantize", decoded.append, calibration_rules(notes))
             leaves = array_leaves((observed(tree, group, notes), *inputs))
-            known = interpreter.evaluate(jaxpr, program.traced.closed.consts, [*leaves, *before])
+            known = interpreter.evaluate(piece, program.traced.closed.consts, [*leaves, *before])
             return notes.found, known
 
         found, known = of(ours, values[0], measure)

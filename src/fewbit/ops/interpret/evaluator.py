@@ -55,6 +55,23 @@ class ChosenProducts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Equations:
+    """A part of a jaxpr, with the attributes of a `Jaxpr` that an evaluator reads.
+
+    Attributes:
+        constvars: the variables of the jaxpr's constants.
+        invars: all other variables that the equations read from outside.
+        eqns: the equations, in order.
+        outvars: the variables that are asked for.
+    """
+
+    constvars: Sequence[jex_core.Var]
+    invars: Sequence[jex_core.Var]
+    eqns: Sequence[jex_core.JaxprEqn]
+    outvars: Sequence[Atom]
+
+
+@dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Evaluates jaxprs whose variables may be QArrays and other proxies.
 
@@ -81,7 +98,7 @@ class Evaluator:
     chosen: ChosenProducts | None = None
     around: tuple[Any, ...] = ()
 
-    def evaluate(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: jex_core.Jaxpr | Equations, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The outputs of a jaxpr for values that may be proxies."""
         env: dict[jex_core.Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
@@ -115,7 +132,7 @@ class Evaluator:
                                 env[eqn.outvars[0]] = outputs
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _operands(self, eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> list[Any]:
+    def _operands(self, eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr | Equations, read: Callable[[Atom], Any]) -> list[Any]:
         """The operands of an equation."""
         values = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name == "select_n" and _has_proxy(values):
@@ -218,7 +235,7 @@ def _has_proxy(values: Sequence[Any]) -> bool:
     return any(map(is_proxy_type, map(type, values)))
 
 
-def _as_made(predicate: Atom, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> Any:
+def _as_made(predicate: Atom, jaxpr: jex_core.Jaxpr | Equations, read: Callable[[Atom], Any]) -> Any:
     """A predicate before its broadcast, with axes of length 1. `vmap` of `cond` broadcasts it."""
     for eqn in jaxpr.eqns:
         if predicate in eqn.outvars and eqn.primitive.name == "broadcast_in_dim":
