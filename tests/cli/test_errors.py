@@ -230,12 +230,13 @@ def test_a_usage_error_names_the_option(flat):
         (["--kv", "int44"], "unknown cache format 'int44'; did you mean 'int4'"),
         (["--kv", "int8,fp9"], "unknown cache format 'fp9'; did you mean 'fp8'"),
         (["--kv", "int8,"], "unknown cache format ''"),
+        (["--kv", "int8,int8,int4"], "--kv has 3 formats, int8,int8,int4; it takes one, or those of keys and values"),
         (["--kv", "uint8"], "format uint8, which lacks negative or positive numbers; use int8, int4 or e4m3fn"),
         (["--kv", "int8", "--kv-scale", "heads"], "unknown per 'heads'; did you mean 'head'?"),
         (["--kv-scale", "token"], "--kv-scale token is about a quantized KV cache; it needs --kv"),
         (["--activations", "int4"], "activations 'int4' are unknown; did you mean 'int8'?"),
     ],
-    ids=["format", "values", "no-values", "unsigned", "scale", "scale-alone", "activations"],
+    ids=["format", "values", "no-values", "three", "unsigned", "scale", "scale-alone", "activations"],
 )
 def test_what_cannot_be_quantized_is_refused_before_the_model_is_read(command, options, message, tmp_path):
     assert message in fail(command[0], tmp_path / "nothing", *command[1:], *options)

@@ -73,7 +73,9 @@ def cache_policy(kv: str | None, per: str | None, *, int8_activations: bool = Fa
         raise QuantError(f"--kv-scale {per} is about a quantized KV cache; it needs --kv, such as --kv int8")
     if kv is None:
         return None
-    schemes = [scheme.strip() for scheme in kv.split(",", 1)]
+    schemes = [scheme.strip() for scheme in kv.split(",")]
+    if len(schemes) > 2:
+        raise QuantError(f"--kv has {len(schemes)} formats, {kv}; it takes one, or those of keys and values, as int8,int4")
     return kv_policy(*schemes, per=per or "head", int8_queries=int8_activations and set(schemes) == {"int8"})
 
 

@@ -119,7 +119,7 @@ def generate_text(
     key = jax.random.key(seed or 0) if temperature > 0 else None
     padded, max_length = _padded_lengths(len(ids), max_tokens, config)
     generator = TokenGenerator(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv, max_length=max_length)
-    generator.check(padded, key)
+    generator.check(len(ids), key)
     if params is None:
         params = model.params()
     activations = None

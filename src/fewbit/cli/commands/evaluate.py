@@ -144,7 +144,7 @@ def compare(
 def generate(
     path: ModelPath,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="The number of new tokens at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The number of new tokens at most.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy decoding; above 0 samples.")] = 0.0,
     seed: Annotated[int | None, seed_option("sampling")] = None,
     chat: Annotated[
