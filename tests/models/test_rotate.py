@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.errors import QuantError, UnsupportedError
+from fewbit.errors import QuantError
 from fewbit.models import (
     DecoderConfig,
     Experts,
@@ -50,6 +50,25 @@ def test_logits_stay_what_they_are(config: DecoderConfig):
     assert rotated_config == dataclasses.replace(config, tied=False)
     # Every weight is rounded to float32 once more: the rounding of the forward itself, as in test_decoder.
     np.testing.assert_allclose(run(rotated, tokens, rotated_config), run(params, tokens, config), atol=4e-5)
+
+
+@pytest.mark.parametrize("config", [FEATURES, INTERLEAVED], ids=["norms on both sides", "norms on outputs"])
+def test_logits_stay_with_norms_on_the_outputs_of_blocks(config: DecoderConfig):
+    params, tokens = random_params(config), random_tokens(config, 2, 13)
+    rotated, rotated_config = rotate_residual(params, config, key=KEY)
+    assert rotated_config == dataclasses.replace(config, tied=False, rotated_outputs=True)
+    assert DecoderConfig.from_json(rotated_config.to_json()) == rotated_config
+    np.testing.assert_allclose(run(rotated, tokens, rotated_config), run(params, tokens, config), atol=4e-5)
+    before = paths_of_params(params, config)
+    for path, array in paths_of_params(rotated, rotated_config).items():
+        name = path.rsplit("/", 1)[-1]
+        if name == "post_norm":
+            gain = before[path] + config.norm_offset
+            np.testing.assert_allclose(np.abs(array + config.norm_offset), np.abs(gain), rtol=1e-6)
+        elif name.removesuffix("_bias") in ("o", "down"):
+            np.testing.assert_array_equal(array, before[path])
+    with pytest.raises(QuantError, match="the residual stream is rotated already"):
+        rotate_residual(rotated, rotated_config, key=KEY)
 
 
 @pytest.mark.parametrize("products", [("o",), ("down",), ("o", "down")], ids=" ".join)
@@ -112,5 +131,3 @@ def test_refuses():
         rotate_residual({**params, "embed": fb.quantize(params["embed"], "int8")}, UNTIED, key=KEY)
     with pytest.raises(QuantError, match="norm is ArrayImpl of int32"):
         rotate_residual({**params, "norm": jnp.ones(UNTIED.width, jnp.int32)}, UNTIED, key=KEY)
-    with pytest.raises(UnsupportedError, match="this model has norms 'sandwich'; a gain after"):
-        rotate_residual(random_params(FEATURES), FEATURES, key=KEY)

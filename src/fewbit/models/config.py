@@ -25,7 +25,6 @@ ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
 
 ChangedInput = Literal["o", "down"]
 """A product whose input the decoder itself can rotate or scale: after attention, and after the activation."""
-"""A product whose input is multiplied by a Hadamard matrix in the decoder, as its weight was: `models.rotate_inputs`."""
 
 RouterScores = Literal["softmax", "sigmoid"]
 """The router's scores of experts; "sigmoid" is DeepSeek-V3's, see `Experts`."""
@@ -183,6 +182,8 @@ class DecoderConfig:
         latent: multi-head latent attention; None: grouped-query attention.
         extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
         rotated_inputs: the products whose inputs are rotated ("down" of experts, too).
+        rotated_outputs: whether the outputs of attention and of the feed-forward block are rotated, after their norms: where the
+            residual stream is (`rotate_residual`), but no weight can be.
         scaled_inputs: the products whose inputs are multiplied, channel by channel, by the parameter `o_input_scale` or
             `down_input_scale`, after the rotation if both are asked for.
 
@@ -231,6 +232,7 @@ class DecoderConfig:
     latent: LatentAttention | None = None
     extra_layers: int = 0
     rotated_inputs: tuple[ChangedInput, ...] = ()
+    rotated_outputs: bool = False
     scaled_inputs: tuple[ChangedInput, ...] = ()
 
     def __post_init__(self) -> None:
@@ -242,7 +244,7 @@ class DecoderConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise QuantError(f"{name} is {value!r}, must be a positive number, or 0 for none")
-        for name in ("tied", "qkv_bias", "o_bias", "mlp_bias", "sinks", "fused"):
+        for name in ("tied", "qkv_bias", "o_bias", "mlp_bias", "sinks", "fused", "rotated_outputs"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise QuantError(f"{name} is {value!r}, must be true or false")

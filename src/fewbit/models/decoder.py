@@ -30,6 +30,7 @@ from ..kernels.attention.problem import QUERIES, Block, seen_positions, window_s
 from ..kernels.quantize.dispatch import quantize
 from ..kvcache.cache import QuantizedCache
 from ..kvcache.policy import KVPolicy
+from ..ops.hadamard import hadamard_transform
 from .cache import AnyCache
 from .config import DecoderConfig
 from .experts import mixture
@@ -295,9 +296,11 @@ def _before(x: Array, part: Params, config: DecoderConfig) -> Array:
 
 
 def _after(y: Array, part: Params, config: DecoderConfig) -> Array:
-    """The scaled output of attention or the feed-forward block. Its norm is applied, if it has one."""
+    """The scaled output of attention or the feed-forward block. Its norm is applied, if it has one, and then its rotation."""
     if config.norms != "pre":
         y = rms_norm(y, part["post_norm"], config)
+    if config.rotated_outputs:
+        y = hadamard_transform(y)
     return scaled(y, config.residual_scale)
 
 

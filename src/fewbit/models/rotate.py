@@ -3,8 +3,8 @@
 The model's function does not change. A rotation spreads outliers over all coordinates. It also makes an already
 quantized checkpoint a fair test: its weights are no longer values of the format that quantized them.
 
-The residual stream is rotated by a random orthogonal matrix, by its weights alone. No weight can rotate what comes after attention or
-an activation, so the decoder multiplies it by a Hadamard matrix, in O(n log n) for each token.
+The residual stream is rotated by a random orthogonal matrix, by its weights alone. No weight can rotate what comes after attention,
+an activation, or the norm of a block's output, so the decoder multiplies it by a Hadamard matrix, in O(n log n) for each token.
 
 Reference: Ashkboos et al., QuaRot, arXiv 2404.00456.
 """
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from ..errors import QuantError, UnsupportedError
-from ..ops.hadamard import hadamard_transform
+from ..errors import QuantError
+from ..ops.hadamard import hadamard, hadamard_transform
 from .config import DecoderConfig
 from .layer import Params
 from .names import contraction_axis, params_from_paths, paths_of_params
@@ -47,6 +47,27 @@ def random_rotation(width: int, *, key: Key[Array, ""]) -> np.ndarray:
     return q * np.sign(np.diag(r))[None, :]
 
 
+def signed_hadamard(width: int, *, key: Key[Array, ""]) -> tuple[np.ndarray, np.ndarray]:
+    """A Hadamard matrix `[width, width]` whose rows have random signs, in float64, and the signs.
+
+    `x` times the matrix is `hadamard_transform(x * signs)`.
+
+    Args:
+        width: rows and columns.
+        key: a JAX random key.
+
+    Returns:
+        The matrix and the signs of its rows, 1 and -1.
+
+    >>> q, signs = signed_hadamard(8, key=jax.random.key(0))
+    >>> x = np.arange(8.0)
+    >>> bool(np.allclose(x @ q, hadamard_transform(jnp.asarray(x * signs, jnp.float32)), atol=1e-5))
+    True
+    """
+    signs = np.asarray(jax.random.rademacher(key, (width,), jnp.float32), np.float64)
+    return signs[:, None] * hadamard(width).astype(np.float64), signs
+
+
 def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""]) -> tuple[Params, DecoderConfig]:
     """Replaces the residual stream `x` by `x Q`, with unchanged logits.
 
@@ -59,6 +80,10 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
     matrix, and the configuration untied (unless the last gain is all ones). Computed in float64 on the host, and rounded
     once to float32: logits agree to float32 rounding.
 
+    Where blocks have norms on their outputs (Gemma 2 and 3, OLMo 2), the gain comes after the last weight, and no weight can
+    rotate what it scales. Then Q is a Hadamard matrix H with random signs s on its rows, the decoder multiplies the outputs by H
+    (`config.rotated_outputs`), o and down stay as they are, and the norm has `gain' = gain s`.
+
     Args:
         params: float parameters with unstacked layers.
         config: the configuration.
@@ -69,21 +94,21 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
 
     Raises:
         QuantError: when the layers are stacked, or a parameter is not a floating array.
-        UnsupportedError: when blocks have norms on their outputs, whose gains come after the last weight of the block.
     """
     if not isinstance(params["layers"], list):
         raise QuantError("rotate_residual needs params['layers'] to be a list of layers; rotate before stack_layers")
-    if config.norms != "pre":
-        raise UnsupportedError(
-            f"rotate_residual needs norms on the inputs of blocks only, and this model has norms {config.norms!r}; a gain after the "
-            "last weight of a block does not commute with a rotation"
-        )
+    if config.rotated_outputs:
+        raise QuantError("the residual stream is rotated already: config.rotated_outputs is True; rotate the original model")
     old = {path: _wide(array, path) for path, array in paths_of_params(params, config).items()}
-    q = random_rotation(config.width, key=key)
+    signs = None
+    if config.norms == "pre":
+        q = random_rotation(config.width, key=key)
+    else:
+        q, signs = signed_hadamard(config.width, key=key)
     offset = config.norm_offset
     tied = config.tied and bool(np.all(old["norm"] + offset == 1))
-    new_config = dataclasses.replace(config, tied=tied)
-    new = {path: _rotated(path, old, q, offset, contraction_axis(path, config)).astype(np.float32) for path in old}
+    new_config = dataclasses.replace(config, tied=tied, rotated_outputs=signs is not None)
+    new = {path: _rotated(path, old, q, signs, offset, contraction_axis(path, config)).astype(np.float32) for path in old}
     if config.tied and not tied:
         new["head"] = (old["embed"].astype(np.float64) * (old["norm"] + offset)[None, :] @ q).astype(np.float32)
     return params_from_paths(new, new_config), new_config
@@ -107,9 +132,15 @@ def rotated_weight(path: str, array: Float[Array, "..."], config: DecoderConfig)
     return hadamard_transform(array, axis=contraction_axis(path, config))
 
 
-def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray, offset: float, axis: int) -> np.ndarray:
-    """One rotated parameter, float64. `axis` is the contraction axis of a weight."""
+def _rotated(
+    path: str, old: dict[str, np.ndarray], q: np.ndarray, signs: np.ndarray | None, offset: float, axis: int
+) -> np.ndarray:
+    """One rotated parameter, float64. `axis` is the contraction axis of a weight; with `signs` the decoder rotates outputs."""
     array, name = old[path].astype(np.float64), path.rsplit("/", 1)[-1]
+    if signs is not None and name == "post_norm":
+        return (array + offset) * signs - offset
+    if signs is not None and name.removesuffix("_bias") in _WRITERS:
+        return array
     if name == "norm":
         return np.full_like(array, 1 - offset)
     if path == "embed":
@@ -122,7 +153,9 @@ def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray, offset: float
         return array @ q
     if name in _READERS:
         part = "/".join(path.split("/")[:3])  # layers/3/attn
-        gain = old[f"{part}/norm"] + offset
+        gain = np.ones(len(q))
+        if f"{part}/norm" in old:
+            gain = old[f"{part}/norm"] + offset
         return array * gain @ q if axis == -1 else q.T @ (gain[:, None] * array)
     return array  # the norms of q and k, biases and sinks do not touch the residual stream
 

@@ -126,17 +126,19 @@ def decoded(value: Value) -> np.ndarray | jax.Array:
 _decode = jax.jit(dequantize)
 
 
-def check_no_changed_inputs(model: Model) -> None:
+def check_others_can_run(model: Model) -> None:
     """Refuses a model that only fewbit's decoder runs, for layouts that others read."""
     if model.config is None:
         return
+    blocks = ("blocks",) if model.config.rotated_outputs else ()
     for does, products, option in (
-        ("rotates", model.config.rotated_inputs, "--rotate-inputs"),
-        ("scales", model.config.scaled_inputs, "--keep-scales"),
+        ("rotates the inputs of", model.config.rotated_inputs, "--rotate-inputs"),
+        ("scales the inputs of", model.config.scaled_inputs, "--keep-scales"),
+        ("rotates the outputs of", blocks, "--rotate"),
     ):
         if products:
             raise UnsupportedError(
-                f"{model.name} {does} the inputs of {' and '.join(products)} when it runs, which only fewbit's decoder does; "
+                f"{model.name} {does} {' and '.join(products)} when it runs, which only fewbit's decoder does; "
                 f"write it --to fewbit or orbax, or quantize its source without {option}"
             )
 

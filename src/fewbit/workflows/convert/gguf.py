@@ -20,7 +20,7 @@ from ...io.gguf.writer import GGUFWriter
 from ...io.journal import Journal
 from ...models.families.family import HUGGING_FACE
 from ...models.families.gguf import gguf_table_of
-from ..model import Model, Value, check_no_changed_inputs
+from ..model import Model, Value, check_others_can_run
 from .hugging_face import llama_json
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -138,7 +138,7 @@ class _Source:
 
 
 def _source(model: Model, ternary: str) -> _Source:
-    check_no_changed_inputs(model)
+    check_others_can_run(model)
     if model.kind == "gguf":
         return _from_gguf(model, ternary)
     if "model_type" in model.metadata:

@@ -14,7 +14,7 @@ from ...array.scheme import Scheme
 from ...errors import UnsupportedError
 from ...models.config import DecoderConfig
 from ...models.families.family import HUGGING_FACE
-from ..model import Model, Value, check_no_changed_inputs, decoded
+from ..model import Model, Value, check_others_can_run, decoded
 
 
 def as_hugging_face(model: Model) -> Model:
@@ -29,7 +29,7 @@ def as_hugging_face(model: Model) -> Model:
     Raises:
         UnsupportedError: for a model that is not a Llama, or rotates inputs of its products.
     """
-    check_no_changed_inputs(model)
+    check_others_can_run(model)
     if "model_type" in model.metadata:
         return model
     if model.config is None:

@@ -19,7 +19,8 @@ from ..model import Model, Value, decoded
 def rotated(model: Model, *, seed: int = 0) -> Model:
     """Dequantizes the model and rotates its residual stream.
 
-    All parameters are in memory, as float32.
+    All parameters are in memory, as float32. A model whose blocks have norms on their outputs is then in fewbit's own form, whose
+    decoder rotates these outputs; only fewbit's own layouts store it.
 
     Args:
         model: a model that can be run.
@@ -39,11 +40,15 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
     arrays = paths_of_params(params, config)
     info = {path: TensorInfo(a.shape, "float32", "F32", a.nbytes) for path, a in arrays.items()}
     metadata, names = model.metadata, {}
-    if model.names:
+    if config.rotated_outputs:
+        metadata = {}
+    elif model.names:
         metadata = {**metadata, "tie_word_embeddings": config.tied}
         table = family_of(metadata).table
         names = {path: table.name(path) for path in arrays}
     note = f"the residual stream was rotated at random (seed {seed}); losses are relative to the rotated float32 weights"
+    if config.rotated_outputs:
+        note += "; the outputs of blocks, after their norms, are multiplied by a Hadamard matrix when the model runs"
     return dataclasses.replace(
         model,
         config=config,
