@@ -79,6 +79,60 @@ def test_stacked_layers_have_a_range_each_and_a_recipe_takes_the_widest():
     assert jitted(fb.quantize_params(w, fb.plan(scanned, w, x, recipe=stats.recipe(RECIPE))), x).shape == (5, 8)
 
 
+def at_fixed_indices(params, x):
+    for i in range(3):
+        x = jnp.tanh(x @ params["w"][i])
+    return x
+
+
+def at_a_counter(params, x):
+    return jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ params["w"][i]), x)
+
+
+def in_pairs(params, x):
+    """Layers `[3, 1, ..]` in a loop over the first axis, with an index into the second; transposed, too."""
+    pairs = params["w"].reshape(3, 1, 8, 8)
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0].T.T), None), x, pairs)[0]
+
+
+@pytest.mark.parametrize("fn", [at_fixed_indices, at_a_counter, in_pairs], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("rule", [MinMaxRange(), EMARange(0.5), PercentileRange(90)], ids=lambda rule: type(rule).__name__)
+def test_layers_at_indices_have_the_statistics_of_a_loop(fn, rule):
+    w, batches = {"w": normal(3, 8, 8)}, [normal(5, 8, seed=1), normal(5, 8, seed=2)]
+    collect = ("range", *OF_VECTORS)
+    expected, found = (fb.observe(each, w, batches, RECIPE, rule=rule, collect=collect)["w"] for each in (scanned, fn))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for name in collect:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), getattr(found, name), getattr(expected, name))
+
+
+def test_layers_at_indices_are_quantized_as_those_of_a_loop():
+    w, batches = {"w": normal(3, 8, 8)}, [normal(5, 8, seed=1), normal(5, 8, seed=2)]
+
+    def quantized(fn):
+        stats = fb.observe(fn, w, batches, "int4", collect=("hessian",))
+        return fb.quantize_params(w, fb.plan(fn, w, batches[0], recipe="int4"), method=fb.methods.GPTQ(), stats=stats)["w"]
+
+    np.testing.assert_array_equal(quantized(at_a_counter).codes, quantized(scanned).codes)
+    np.testing.assert_array_equal(quantized(at_fixed_indices).codes, quantized(scanned).codes)
+
+
+def test_a_loop_carries_the_statistics_of_what_each_iteration_uses():
+    """A recurrent weight has one second moment, not one for each step, in the compiled program."""
+    w, x = {"w": normal(8, 8)}, normal(5, 8, seed=1)
+
+    def steps(params, x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ params["w"]), None), x, None, length=1000)[0]
+
+    run = jax.jit(lambda w, x: fb.observe(steps, w, [x], RECIPE, collect=("hessian",))["w"].hessian)
+    assert "[1000,8,8]" not in run.lower(w, x).compile().as_text()
+    inputs = [x]
+    for _ in range(2):
+        inputs.append(jnp.tanh(inputs[-1] @ w["w"]))
+    two = fb.observe(lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"], w, [x], RECIPE, collect=("hessian",))["w"]
+    np.testing.assert_allclose(two.hessian, sum(x.T @ x for x in inputs[:2]), rtol=1e-5)
+
+
 def recurrent(params, x):
     step = jax.checkpoint(lambda x, _: (jax.jit(jnp.tanh)(2 * x @ params["w"]), None))
     x = jax.lax.scan(step, x, None, length=3)[0]

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,11 +57,11 @@ def test_statistics_of_two_models_are_not_advised_of_observe():
         observation_of(dataclasses.replace(ROW, ops=("dot_general",)), fb.methods.QEP(), None)
 
 
-def test_layers_at_static_indices_have_no_statistics_of_their_own():
-    def indexed(p, x):
-        return x @ p["w"][0] + x @ p["w"][1]
+def test_layers_of_a_slice_have_no_statistics_of_their_own():
+    def some(p, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"][:2])[0]
 
-    stack, x = {"w": jnp.stack([X.T, 2 * X.T])}, jnp.ones((2, 32))
-    stats = fb.observe(indexed, stack, [x], "int4", collect=("hessian",))
-    with pytest.raises(QuantError, match=r"w has \(2,\) layers.*those of all layers together.*Scan over the layers"):
-        fb.quantize_params(stack, fb.plan(indexed, stack, x, recipe="int4"), method=fb.methods.GPTQ(), stats=stats)
+    stack, x = {"w": jnp.stack([X.T @ X] * 3)}, jnp.ones((2, 32))
+    stats = fb.observe(some, stack, [x], "int4", collect=("hessian",))
+    with pytest.raises(QuantError, match=r"w has \(3,\) layers.*those of all layers together.*Scan over the layers"):
+        fb.quantize_params(stack, fb.plan(some, stack, x, recipe="int4"), method=fb.methods.GPTQ(), stats=stats)

@@ -121,6 +121,8 @@ class Measure(AbstractMeasure):
 class Inputs(AbstractMeasure):
     """The vectors that each product contracts, `[*B, T, K]`. None for a ragged product."""
 
+    grows = True
+
     def of(self, operand: ProductOperand) -> jax.Array | None:
         if operand.group_sizes is not None:
             return None

@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
-from ...array.axis_move import axis_moves
+from ...array.axis_move import AxisMove, axis_moves
 from ...errors import UnsupportedError
 from ..conv_vjp import Window
 from ..qat.latent import MOVES, PRODUCTS
@@ -60,7 +60,13 @@ class ProductOperand:
 
 
 class AbstractMeasure(abc.ABC):
-    """A statistic of a product's operands that can be accumulated; zeros are the empty one."""
+    """A statistic of a product's operands that can be accumulated; zeros are the empty one.
+
+    Attributes:
+        grows: whether accumulated measurements are larger than each, so that a loop cannot carry them.
+    """
+
+    grows: ClassVar[bool] = False
 
     @abc.abstractmethod
     def of(self, met: ProductOperand) -> PyTree:
@@ -123,6 +129,7 @@ class Observed(ArrayProxy):
         path: the parameter; or the name of a product without one, whose right operand this is.
         notes: where measurements go.
         offsets: where its elements are in the parameter; None for a product without one.
+        indices: the indices, known at run time, of the parameter's axes (negative) of which this is one element.
     """
 
     rules: ClassVar[Mapping[str, Any]] = _OBSERVED_RULES
@@ -131,6 +138,7 @@ class Observed(ArrayProxy):
     path: str = dataclasses.field(metadata={"static": True})
     notes: Measurements = dataclasses.field(metadata={"static": True})
     offsets: Offsets | None = dataclasses.field(default=None, metadata={"static": True})
+    indices: Mapping[int, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -193,10 +201,24 @@ def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[An
         else:
             try:
                 measurement = notes.measure.of(_operand(eqn, side, x, weight.offsets, values))
+                measurement = _of_layer(measurement, weight.offsets, weight.indices)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{weight.path}: {error}") from error
             notes.add(weight.path, measurement)
     return bound(eqn, list(map(_array, values)))
+
+
+def _of_layer(measurement: PyTree, weight: Offsets, indices: Mapping[int, jax.Array]) -> PyTree:
+    """A measurement among those of all layers that are stacked in the parameter, zeros for the others, as a loop would give.
+
+    `indices` are those known at run time, of the parameter's axes.
+    """
+    lengths, known = weight.layer()
+    if not lengths:
+        return measurement
+    first = (weight.looped or 0) - len(weight.shape)
+    index = tuple(indices.get(first + i, one) for i, one in enumerate(known))
+    return jax.tree.map(lambda leaf: jnp.zeros((*lengths, *leaf.shape), leaf.dtype).at[index].set(leaf), measurement)
 
 
 def _operand(eqn: jex_core.JaxprEqn, side: int, x: jax.Array, weight: Offsets, values: list[Any]) -> ProductOperand:
@@ -246,30 +268,49 @@ def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]
         return _with_arrays(values, outputs)
     weight = values[0]
     if isinstance(weight, Observed) and weight.offsets is not None:
-        moved = [dataclasses.replace(weight, offsets=weight.offsets.moved(move)) for move in axis_moves(eqn)]
+        moved = [_of_move(weight, weight.offsets, move, values[1:]) for move in axis_moves(eqn)]
     else:
         moved = [weight] * len(outputs)
     return _with_arrays(moved, outputs)
 
 
+def _of_move(weight: Observed, offsets: Offsets, move: AxisMove, starts: Sequence[Any]) -> Observed:
+    """A parameter after a layout operation, whose array is not moved yet. `starts` are those of a slice at run time."""
+    indices = {own: jnp.clip(_array(starts[axis]), 0, move.shape[axis] - 1) for axis, own in offsets.indexed(move).items()}
+    return dataclasses.replace(weight, offsets=offsets.moved(move), indices={**weight.indices, **indices})
+
+
 def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
-    """A loop; measurements accumulate over its iterations. A parameter that it slices has one measurement per iteration."""
+    """A loop; it carries the measurements of its iterations. A parameter that it slices has one measurement per iteration."""
     params, notes, body = eqn.params, notes or _notes(values), evaluator.function(eqn.params["jaxpr"])
     whole = scan_operands(eqn, values)
     inside = [*whole[0], *whole[1], *map(_element, whole[2])]
     consts, carry, xs = scan_operands(eqn, list(map(_array, values)))
-    carries = len(carry)
+    carries, stacked = len(carry), {x.path for x in whole[2] if isinstance(x, Observed)}
 
-    def step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+    def step(state: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        carry, sums = state
         outputs, found = notes.of(body, inside, [*consts, *carry, *x])
-        return tuple(outputs[:carries]), (tuple(outputs[carries:]), found)
+        sums = {path: notes.measure.joined(before, found.pop(path)) for path, before in sums.items()}
+        return (tuple(outputs[:carries]), sums), (tuple(outputs[carries:]), found)
 
+    none = dict[str, Any]()
+    carried = params["length"] and not notes.measure.grows
+    if carried and any(isinstance(x, Observed) and x.path not in stacked for x in values):
+        _, (_, shapes) = jax.eval_shape(lambda *at: step(at[0], [x[0] for x in at[1]]), (tuple(carry), none), tuple(xs))
+        none = _zeros({path: one for path, one in shapes.items() if path not in stacked})
     settings = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, (ys, found) = jax.lax.scan(step, tuple(carry), tuple(xs), **settings)
-    stacked = {x.path for x in whole[2] if isinstance(x, Observed)}
+    (carry, sums), (ys, found) = jax.lax.scan(step, (tuple(carry), none), tuple(xs), **settings)
     for path, stack in found.items():
         notes.add(path, stack if path in stacked else notes.measure.folded(stack))
+    for path, measurement in sums.items():
+        notes.add(path, measurement)
     return [*carry, *ys]
+
+
+def _zeros(shapes: PyTree) -> PyTree:
+    """The empty measurement of some shapes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _element(x: PyTree) -> PyTree:
@@ -290,7 +331,7 @@ def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes
         for path in set(found) & set(every):
             _check_structures(path, every[path], found[path])
         every |= found
-    none = {path: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes) for path, shapes in every.items()}
+    none = _zeros(every)
 
     def filled(branch: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arrays: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:

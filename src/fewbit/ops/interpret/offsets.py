@@ -23,15 +23,20 @@ _LONGEST_AXIS = 1 << 24
 class Offsets:
     """Where the elements of a parameter are after layout operations.
 
-    Element `[i, j, ..]` is the parameter's element `axes[0][i] + axes[1][j] + ..`, counted in row-major order from an unknown first.
+    Element `[i, j, ..]` is the parameter's element `first + axes[0][i] + axes[1][j] + ..`, counted in row-major order. Along axes of
+    which a loop takes each element, or an index at run time one, it counts from that element.
 
     Attributes:
         shape: the parameter's shape.
         axes: the offsets along each axis; None where they are unknown.
+        first: what is added to them; None where it is unknown.
+        looped: how many of the parameter's first axes loops take an element of; None where it is another one.
     """
 
     shape: tuple[int, ...]
     axes: tuple[np.ndarray | None, ...]
+    first: int | None = 0
+    looped: int | None = 0
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Self:
@@ -43,21 +48,58 @@ class Offsets:
         axes = [self.axes[a] for a in move.order]
         if move.slices:
             axes = [_sliced(own, part, n) for own, part, n in zip(axes, move.slices, move.lengths, strict=True)]
+            for axis in self.indexed(move):
+                axes[move.order.index(axis)] = np.zeros(1, np.int64)
         split = [
             one for old, new in move.groups for one in _split(_merged([axes[a] for a in old]), [move.units[a] for a in new])
         ]
+        first = self.first
+        if first is not None:
+            before, after = _first(axes), _first(split)
+            first = None if before is None or after is None else first + before - after
         found = []
         for axis, (own, n) in enumerate(zip(split, move.result, strict=True)):
             if own is not None and len(own) != n:
-                own = np.zeros(n, np.int64)  # repeated
+                own = np.full(n, own[0])  # repeated
             if own is not None and axis in move.flipped:
                 own = own[::-1]
             found.append(own)
-        return dataclasses.replace(self, axes=tuple(found))
+        return dataclasses.replace(self, axes=tuple(found), first=first)
+
+    def indexed(self, move: AxisMove) -> dict[int, int]:
+        """The axes of which a layout operation takes one element, chosen at run time, if they are axes of the parameter.
+
+        Returns:
+            For each of these axes the parameter's, negative.
+        """
+        found = {}
+        for axis, part in zip(move.order, move.slices, strict=False):
+            if part.start is None and part.stop == 1 and move.shape[axis] > 1:
+                found.update(zip([axis], self.parameter_axes([axis]), strict=False))
+        return found
 
     def element(self) -> Self:
         """The offsets of one element of the first axis."""
-        return dataclasses.replace(self, axes=self.axes[1:])
+        looped = None
+        if self.looped is not None and self.parameter_axes((0,)) == (self.looped - len(self.shape),):
+            looped = self.looped + 1
+        return dataclasses.replace(self, axes=self.axes[1:], looped=looped)
+
+    def layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which element of stacked layers this is: the lengths of their axes, and its indices, 0 where they are known at run time.
+
+        These are the parameter's first axes, after those that loops take elements of, if all others are axes of this array. Empty if it
+        is a part of a layer or of several, or if its place is unknown.
+        """
+        own, ndim = self.parameter_axes(range(len(self.axes))), len(self.shape)
+        start = _first(self.axes)
+        if self.first is None or self.looped is None or start is None or len(own) < len(self.axes):
+            return (), ()
+        end = ndim - len(own)
+        if set(own) != set(range(end - ndim, 0)) or self.looped > end:
+            return (), ()
+        indices = np.unravel_index(self.first + start, self.shape)
+        return self.shape[self.looped : end], tuple(map(int, indices[self.looped : end]))
 
     def parameter_axes(self, axes: Sequence[int]) -> tuple[int, ...]:
         """The parameter's axis, negative, that each of some axes is. Empty where one is none of them."""
@@ -94,6 +136,13 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 def _row_major(length: int, stride: int) -> np.ndarray:
     return stride * np.arange(length, dtype=np.int64)
+
+
+def _first(axes: Sequence[np.ndarray | None]) -> int | None:
+    """The sum of the first offsets; None where one is unknown."""
+    if any(own is None or not len(own) for own in axes):
+        return None
+    return sum(int(own[0]) for own in axes if own is not None)
 
 
 def _sliced(own: np.ndarray | None, part: slice, length: int) -> np.ndarray | None:
