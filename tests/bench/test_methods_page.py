@@ -301,6 +301,10 @@ def test_what_corrected_biases_take():
     of_rounding = [share for (_, method), share in shares.items() if method == "rtn"]
     assert f"{min(of_rounding):.0f} to {max(of_rounding):.0f} % of the error of rounding, and 1 % of GPTQ's" in PAGE
     assert max(share for (_, method), share in shares.items() if method == "gptq") < 1.5
+    best = {scheme: share for (scheme, method), share in shares.items() if method == "qep+gptq_mse"}
+    some = [share for scheme, share in best.items() if scheme not in ("nvfp4", "int2_g32")]
+    assert f"{min(some):.0f} to {max(some):.0f} % of its error at 3 and 4 bits, and nothing in `nvfp4`" in PAGE
+    assert max(best["nvfp4"], best["int2_g32"]) < 0
 
 
 def test_where_searched_scales_are_the_best():
