@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import warnings
 
 import jax
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import fewbit as fb
-from fewbit import QuantError, UnsupportedError
+from fewbit import QuantError, UnsupportedError, workflows
 from fewbit.formats import FORMATS
 from fewbit.io.containers.compressed_tensors.container import CompressedTensors
 from fewbit.io.containers.compressed_tensors.global_scale import divisor_of, factor_of
@@ -20,6 +22,7 @@ from fewbit.ops.policy import Policy
 from tests.conformance import array_laws as laws
 from tests.io.containers.stored_weights import ROUNDS, example, fuzz, numbers, read_back, same, stored, tensors_of, weight
 from tests.io.containers.torch_arrays import to_numpy, to_torch
+from tests.nets.families import CASES as FAMILIES
 
 CT = CompressedTensors()
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -568,6 +571,37 @@ def test_transformers_runs_what_is_written(case, theirs, tmp_path):
     else:  # it rounds the activations too, as the policy of the weights that are read says
         assert found.tensors[names[0]].policy == Policy(found.tensors[names[0]].scheme, activations)
         assert (mine * wanted).sum() > 0.999 * np.linalg.norm(mine) * np.linalg.norm(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.usefixtures("theirs")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
+def test_transformers_runs_the_experts_that_are_written(family, tmp_path):
+    """It stacks the experts of a layer, which the file has one by one; its logits are those of our decoded weights, bit for bit."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    name, settings = FAMILIES[family]
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    cls(cls.config_class(**settings, initializer_range=0.2)).save_pretrained(tmp_path / "float")
+    model = workflows.load(tmp_path / "float")
+    recipe = fb.Recipe((fb.Rule(".*", "int8", roles=("matmul", "experts")),))
+    plan = workflows.plan_model(model, recipe=recipe)
+    workflows.quantize(model, plan, tmp_path / "q", to="compressed-tensors")
+    tensors = fb.io.read(tmp_path / "q").tensors
+    assert any(fb.is_qarray(x) and ".experts." in path for path, x in tensors.items())
+    (tmp_path / "decoded").mkdir()
+    decoded = {path: np.array(fb.dequantize(x) if fb.is_qarray(x) else x) for path, x in tensors.items()}
+    save_file(decoded, tmp_path / "decoded" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(tmp_path / "float" / "config.json", tmp_path / "decoded")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package, about its own arguments
+        found = [cls.from_pretrained(tmp_path / at, dtype=torch.float32).eval() for at in ("q", "decoded")]
+    with torch.no_grad():
+        served, ours = (each(torch.arange(4, 20)[None]).logits.numpy() for each in found)
+    np.testing.assert_array_equal(served, ours)
 
 
 @pytest.mark.usefixtures("unchecked")
