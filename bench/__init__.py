@@ -1,7 +1,8 @@
 """Benchmarks of fewbit and other packages, measured in one run.
 
 `python -m bench` runs them. `--isa avx2` limits every program to that instruction set, as far as it has an option for it: this
-package, XLA, torch. It must be known before they are imported, so it is read here.
+package, XLA, torch. It must be known before they are imported, so it is read here. `--machine NAME` keeps the figures of another
+machine in files of its own.
 """
 
 import argparse
@@ -19,17 +20,22 @@ LIMITS = {
 """The environment variables that limit programs to an instruction set."""
 
 
-def limit(arguments: list[str]) -> str | None:
-    """Sets the environment by `--isa NAME` among the arguments of a command; returns the name."""
+def limit(arguments: list[str]) -> str:
+    """Sets the environment by `--isa NAME` among the arguments of a command.
+
+    Returns:
+        What the names of this run's files end with: `-NAME` of `--isa` and of `--machine`.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--isa")
-    isa = parser.parse_known_args(arguments)[0].isa
-    for name, value in LIMITS.get(isa, {}).items():
+    parser.add_argument("--machine")
+    options = parser.parse_known_args(arguments)[0]
+    for name, value in LIMITS.get(options.isa, {}).items():
         if name == "XLA_FLAGS":
             value = f"{os.environ.get(name, '')} {value}"
         os.environ[name] = value
-    return isa
+    return "".join(f"-{name}" for name in (options.isa, options.machine) if name)
 
 
-ISA = limit(sys.argv[1:])
-"""The instruction set that this run is limited to, or None."""
+ENDING = limit(sys.argv[1:])
+"""What the names of the files that this run saves end with."""

@@ -8,21 +8,22 @@ from typing import Any
 
 from fewbit.workflows.bench.roofline import circumstances
 
-from . import ISA, LIMITS
+from . import ENDING, LIMITS
 
 
 def add_isa(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that `bench` reads before anything is imported."""
+    """Adds the options that `bench` reads before anything is imported."""
     parser.add_argument(
         "--isa", choices=LIMITS, help="limit fewbit, XLA and torch to an instruction set; saved in a file of its own"
     )
+    parser.add_argument("--machine", help="what to call another machine, such as avx2-only; saved in a file of its own")
 
 
 def save(name: str, packages: Sequence[str], **facts: Any) -> None:
     """Writes facts and the machine they were measured on to `bench/results/NAME.json`.
 
     Args:
-        name: the name of the file; under `--isa` that is added to it.
+        name: the name of the file; `--isa` and `--machine` are added to it.
         packages: whose versions are recorded, after those of JAX and numpy.
         facts: the rest, the rows among them.
     """
@@ -48,10 +49,8 @@ def kept_rows(name: str, options: argparse.Namespace, *keys: str) -> dict[tuple[
 
 
 def _file(name: str) -> pathlib.Path:
-    """The file of a name; under `--isa` another."""
-    if ISA is not None:
-        name = f"{name}-{ISA}"
-    return pathlib.Path(__file__).parent / "results" / f"{name}.json"
+    """The file of a name, with this run's ending."""
+    return pathlib.Path(__file__).parent / "results" / f"{name}{ENDING}.json"
 
 
 def headline(packages: Sequence[str]) -> str:

@@ -1,12 +1,13 @@
-"""Rows of a saved file that another run keeps."""
+"""The files of measurements: their names, and rows that another run keeps."""
 
 import argparse
 import json
+import os
 import pathlib
 
 import pytest
 
-from bench import facts
+from bench import facts, limit
 
 
 def test_kept_rows_have_the_date_of_their_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +22,10 @@ def test_kept_rows_have_the_date_of_their_run(tmp_path: pathlib.Path, monkeypatc
     assert facts.kept_rows("losses", argparse.Namespace(keep=False, save=True), "scheme", "method") == {}
     with pytest.raises(SystemExit, match="pass both"):
         facts.kept_rows("losses", argparse.Namespace(keep=True, save=False), "scheme", "method")
+
+
+def test_files_end_with_the_instruction_set_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert limit(["--save", "--rounds", "3"]) == ""
+    assert limit(["--machine", "small", "--isa", "avx2"]) == "-avx2-small"
+    assert os.environ["FEWBIT_ISA"] == "avx2"
