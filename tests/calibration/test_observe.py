@@ -117,6 +117,12 @@ def test_layers_at_indices_are_quantized_as_those_of_a_loop():
     np.testing.assert_array_equal(quantized(at_fixed_indices).codes, quantized(scanned).codes)
 
 
+def test_layers_at_indices_are_not_compared_with_another_model():
+    w, x = {"w": normal(3, 8, 8)}, normal(5, 8, seed=1)
+    with pytest.raises(fb.UnsupportedError, match=r"w: its \(3,\) layers are taken by an index"):
+        fb.observe(at_fixed_indices, w, [x], RECIPE, collect=("cross",), quantized=w)
+
+
 def test_a_loop_carries_the_statistics_of_what_each_iteration_uses():
     """A recurrent weight has one second moment, not one for each step, in the compiled program."""
     w, x = {"w": normal(8, 8)}, normal(5, 8, seed=1)

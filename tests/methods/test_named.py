@@ -25,3 +25,6 @@ def test_a_scaling_goes_with_any_method():
         scaled_method("smothquant")
     with pytest.raises(fb.QuantError, match=r"unknown method 'gptw'"):
         scaled_method("awq+gptw")
+    for name in ("smoothquant", "awq+gptq"):
+        with pytest.raises(fb.QuantError, match=r"scales the inputs of products first.*fb\.methods\.scaled_method"):
+            method(name)

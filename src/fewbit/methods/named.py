@@ -35,7 +35,7 @@ def method(name: str) -> AbstractMethod:
         The method.
 
     Raises:
-        QuantError: for an unknown name, and for a method that QEP cannot round by.
+        QuantError: for an unknown name, for a scaling of inputs, and for a method that QEP cannot round by.
 
     >>> method("gptq")
     GPTQ(damping=0.01, act_order=True)
@@ -45,6 +45,11 @@ def method(name: str) -> AbstractMethod:
     first, _, rest = name.partition("+")
     if first == QEP.name and rest:
         return QEP(method(rest))
+    if name not in METHODS and first in SCALINGS:
+        raise QuantError(
+            f"{name!r} scales the inputs of products first, in a decoder that the scales are folded into: `fewbit quantize "
+            f"--method {name}`, or fewbit.workflows.with_scaling and fb.methods.scaled_method"
+        )
     if name not in METHODS:
         raise QuantError(f"unknown method {name!r}; {near_names(name, (*METHODS, *SCALINGS))}")
     return METHODS[name]()

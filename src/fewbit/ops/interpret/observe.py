@@ -201,14 +201,14 @@ def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[An
         else:
             try:
                 measurement = notes.measure.of(_operand(eqn, side, x, weight.offsets, values))
-                measurement = _of_layer(measurement, weight.offsets, weight.indices)
+                measurement = _of_layer(notes.measure, measurement, weight.offsets, weight.indices)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{weight.path}: {error}") from error
             notes.add(weight.path, measurement)
     return bound(eqn, list(map(_array, values)))
 
 
-def _of_layer(measurement: PyTree, weight: Offsets, indices: Mapping[int, jax.Array]) -> PyTree:
+def _of_layer(measure: AbstractMeasure, measurement: PyTree, weight: Offsets, indices: Mapping[int, jax.Array]) -> PyTree:
     """A measurement among those of all layers that are stacked in the parameter, zeros for the others, as a loop would give.
 
     `indices` are those known at run time, of the parameter's axes.
@@ -216,6 +216,11 @@ def _of_layer(measurement: PyTree, weight: Offsets, indices: Mapping[int, jax.Ar
     lengths, known = weight.layer()
     if not lengths:
         return measurement
+    if measure.grows:
+        raise UnsupportedError(
+            f"its {lengths} layers are taken by an index, and the inputs of all would be kept for each; for statistics of two models "
+            "scan over the layers, or make each a parameter of its own"
+        )
     first = (weight.looped or 0) - len(weight.shape)
     index = tuple(indices.get(first + i, one) for i, one in enumerate(known))
     return jax.tree.map(lambda leaf: jnp.zeros((*lengths, *leaf.shape), leaf.dtype).at[index].set(leaf), measurement)
