@@ -362,6 +362,19 @@ def test_what_searched_scales_leave_of_a_decoder_and_of_speech():
     heard = {(r["scheme"], r["method"]): r for r in saved("whisper_methods")["rows"]}
     kl = {method: heard["int3_g64", method]["plain_kl"] for method in ("gptq", "gptq_mse")}
     assert f"Searched scales leave {100 * kl['gptq_mse'] / kl['gptq']:.0f} % of GPTQ's divergence at 3 bits" in PAGE
+    states = {key: r["plain_encoder_error"] for key, r in heard.items()}
+    least = {
+        scheme
+        for scheme, _ in heard
+        if states[scheme, "qep+gptq_mse"] == min(states[scheme, m] for m in {m for _, m in heard})
+    }
+    assert least == set(SCHEMES) - {"nvfp4"}
+    shares = {scheme: f"{100 * states[scheme, 'qep+gptq_mse'] / states[scheme, 'gptq']:.0f}" for scheme in SCHEMES}
+    four = sorted(shares[scheme] for scheme in ("int4_g64", "nf4", "mxfp4"))
+    assert f"{four[0]} to {four[-1]} % of GPTQ's at 4 bits, and {shares['int3_g64']} % at 3" in PAGE
+    both = [heard["int3_g64", m] for m in ("gptq_mse", "qep+gptq_mse")]
+    apart = (both[1]["plain_kl"] - both[0]["plain_kl"]) / sum(r["plain_kl_error"] ** 2 for r in both) ** 0.5
+    assert 1.25 < apart < 1.75 and "by one and a half standard errors, with 22 % wrong tokens" in PAGE
 
 
 if __name__ == "__main__":  # writes the tables into the pages
