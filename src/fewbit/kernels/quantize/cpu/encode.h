@@ -93,8 +93,8 @@ struct MinifloatCoder {
   }
 };
 
-// How many thresholds are below: with AVX-512 by halving, where a table of 16 is one register; else added up one by one, in
-// steps of the code.
+// How many thresholds are below: by halving where lanes look a threshold up, of which a register has 16 (AVX-512) or 8 (AVX2, whose
+// largest table has 8 as well: those that the first three comparisons leave); else added up one by one, in steps of the code.
 struct CodebookCoder {
   const Format& format;
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
@@ -121,6 +121,28 @@ struct CodebookCoder {
     code = beyond(code, of(code, after2), 2);
     code = beyond(code, of(code, after1), 1);
     if (!is_sorted) code = (I)_mm512_permutexvar_epi32((__m512i)code, (__m512i)codes);
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+  V middle, after1, after2, after3;  // the threshold that is asked next, by the answers before: none, one, two, three
+  I codes[2];
+  I plus, minus;
+  bool is_sorted, has_two_zeros;
+  explicit CodebookCoder(const Format& f)
+      : format(f), plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)), is_sorted(true), has_two_zeros(f.plus_zero >= 0) {
+    auto all = [&](int i) { return i + 1 < f.count ? f.thresholds[i] : __builtin_inff(); };
+    middle = Same(all(7));
+    for (int i = 0; i < 8; ++i) after1[i] = all(3 + 8 * (i % 2)), after2[i] = all(1 + 4 * (i % 4)), after3[i] = all(2 * i);
+    for (int i = 0; i < 8; ++i) codes[0][i] = f.codes[i], codes[1][i] = f.codes[8 + i];
+    for (int i = 0; i < f.count; ++i) is_sorted = is_sorted && f.codes[i] == i;
+  }
+  INLINE_MEMBER I operator()(V q, V sign) const {
+    auto next = [&](I place, V thresholds) {
+      return place + place - (I)(q > (V)_mm256_permutevar8x32_ps((__m256)thresholds, (__m256i)place));
+    };
+    I code = next(next(next(-(I)(q > middle), after1), after2), after3);
+    if (!is_sorted) {
+      auto of = [&](I half) { return (I)_mm256_permutevar8x32_epi32((__m256i)half, (__m256i)code); };
+      code = (code > 7) ? of(codes[1]) : of(codes[0]);
+    }
 #else
   int count;
   V thresholds[kMaxCodes];
