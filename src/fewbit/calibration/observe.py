@@ -39,8 +39,8 @@ def observe(
     """Collects activation statistics of the parameters that a recipe quantizes.
 
     The float function runs forward only, compiled once for each shape of the batches, without gradients or callbacks. Layers
-    stacked for a `scan`, or taken as `w[i]`, have statistics each; where several products use one parameter, or a loop uses all of it in each
-    iteration, each use counts like another batch.
+    stacked for a `scan`, or taken as `w[i]`, have statistics each; where several products use one parameter, or a loop uses all
+    of it in each iteration, each use counts like another batch.
 
     Of products without a parameter that the recipe quantizes, the ranges of both operands are collected.
 

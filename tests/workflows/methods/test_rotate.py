@@ -80,15 +80,30 @@ def test_a_residual_stream_with_norms_on_outputs(family, tmp_path):
 
 @pytest.mark.slow
 @NORMS_ON_OUTPUTS
-def test_a_residual_stream_with_norms_on_outputs_costs_no_more(family, tmp_path):
-    """Measured: divergences of 0.0051, 0.0027 and 0.00019 as it is, and 0.0036, 0.0022 and 0.00021 rotated."""
+def test_large_columns_of_a_residual_stream_with_norms_on_outputs_cost_less(family, tmp_path):
+    """Two channels of the stream are a thirtieth, and the columns that read them 30 times as large, which a block's scale must hold.
+
+    Measured: divergences of 2.93, 2.86 and 0.79 as it is, and 1.93, 1.84 and 0.41 rotated.
+    """
     model = workflows.load(family_directory(tmp_path / "hf", family, CASES[family][1]))
-    text, found = str(text_file(tmp_path)), []
-    for name, one in {"as it is": model, "rotated": workflows.rotated(model, seed=1)}.items():
-        plan, data = workflows.plan_model(one, recipe="int8"), workflows.calibration_data(one, text, windows=4)
-        stored = workflows.load(workflows.quantize(one, plan, tmp_path / name, method=GPTQ(), calibration=data).path)
-        found.append(workflows.evaluate(stored, against=model, text=text, window=16).against.kl.mean.value)
-    assert found[1] < 1.5 * found[0]
+    offset = model.runnable_config().norm_offset
+
+    def load(path: str) -> np.ndarray:
+        x, name = np.array(model.load(path), np.float32), path.rsplit("/", 1)[-1]
+        if name == "embed":
+            x[:, [1, 7]] /= 30
+        if name == "post_norm":
+            x[[1, 7]] = (x[[1, 7]] + offset) / 30 - offset
+        if name in ("q", "k", "v", "gate", "up"):
+            x[:, [1, 7]] *= 30
+        return x
+
+    loud, text, found = dataclasses.replace(model, load=load, metadata={}, names={}), str(text_file(tmp_path)), {}
+    recipe = fb.Recipe((fb.Rule(r"layers/.*/(q|k|v|gate|up)", "int4"),))
+    for name, one in {"as it is": loud, "rotated": workflows.rotated(loud, seed=1)}.items():
+        path = workflows.quantize(one, workflows.plan_model(one, recipe=recipe), tmp_path / name).path
+        found[name] = workflows.evaluate(workflows.load(path), against=one, text=text, window=16).against.kl.mean.value
+    assert found["rotated"] < 0.75 * found["as it is"]
 
 
 def test_another_product(model, unchecked):

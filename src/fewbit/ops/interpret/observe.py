@@ -213,16 +213,16 @@ def _of_layer(measure: AbstractMeasure, measurement: PyTree, weight: Offsets, in
 
     `indices` are those known at run time, of the parameter's axes.
     """
-    lengths, known = weight.layer()
-    if not lengths:
+    layer = weight.layer()
+    if not layer:
         return measurement
+    lengths = tuple(weight.shape[axis] for axis in layer)
     if measure.grows:
         raise UnsupportedError(
             f"its {lengths} layers are taken by an index, and the inputs of all would be kept for each; for statistics of two models "
             "scan over the layers, or make each a parameter of its own"
         )
-    first = (weight.looped or 0) - len(weight.shape)
-    index = tuple(indices.get(first + i, one) for i, one in enumerate(known))
+    index = tuple(indices.get(axis, known) for axis, known in layer.items())
     return jax.tree.map(lambda leaf: jnp.zeros((*lengths, *leaf.shape), leaf.dtype).at[index].set(leaf), measurement)
 
 

@@ -85,21 +85,21 @@ class Offsets:
             looped = self.looped + 1
         return dataclasses.replace(self, axes=self.axes[1:], looped=looped)
 
-    def layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which element of stacked layers this is: the lengths of their axes, and its indices, 0 where they are known at run time.
+    def layer(self) -> dict[int, int]:
+        """Which element of stacked layers this is: its index along each of their axes, negative ones of the parameter.
 
         These are the parameter's first axes, after those that loops take elements of, if all others are axes of this array. Empty if it
-        is a part of a layer or of several, or if its place is unknown.
+        is a part of a layer or of several, or if its place is unknown. An index that is known at run time counts as 0.
         """
         own, ndim = self.parameter_axes(range(len(self.axes))), len(self.shape)
         start = _first(self.axes)
         if self.first is None or self.looped is None or start is None or len(own) < len(self.axes):
-            return (), ()
+            return {}
         end = ndim - len(own)
-        if set(own) != set(range(end - ndim, 0)) or self.looped > end:
-            return (), ()
+        if set(own) != set(range(end - ndim, 0)):
+            return {}
         indices = np.unravel_index(self.first + start, self.shape)
-        return self.shape[self.looped : end], tuple(map(int, indices[self.looped : end]))
+        return {axis - ndim: int(indices[axis]) for axis in range(self.looped, end)}
 
     def parameter_axes(self, axes: Sequence[int]) -> tuple[int, ...]:
         """The parameter's axis, negative, that each of some axes is. Empty where one is none of them."""

@@ -97,18 +97,21 @@ struct MinifloatCoder {
 // largest table has 8 as well: those that the first three comparisons leave); else added up one by one, in steps of the code.
 struct CodebookCoder {
   const Format& format;
+  I plus, minus;
+  bool has_two_zeros, is_sorted;
+  explicit CodebookCoder(const Format& f)
+      : format(f), plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)), has_two_zeros(f.plus_zero >= 0), is_sorted(true) {
+    for (int i = 0; i < f.count; ++i) is_sorted = is_sorted && f.codes[i] == i;
+    MakeTables();
+  }
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
   V middle, after4, after2, after1;  // the threshold that is asked next, by what is known of the place
   I codes;
-  I plus, minus;
-  bool is_sorted, has_two_zeros;
-  explicit CodebookCoder(const Format& f)
-      : format(f), plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)), is_sorted(true), has_two_zeros(f.plus_zero >= 0) {
+  void MakeTables() {
     float all[32];
-    for (int i = 0; i < 32; ++i) all[i] = i + 1 < f.count ? f.thresholds[i] : __builtin_inff();
+    for (int i = 0; i < 32; ++i) all[i] = i + 1 < format.count ? format.thresholds[i] : __builtin_inff();
     middle = Same(all[7]), after4 = Load(all + 3), after2 = Load(all + 1), after1 = Load(all);
-    codes = LoadInts(f.codes);
-    for (int i = 0; i < f.count; ++i) is_sorted = is_sorted && f.codes[i] == i;
+    codes = LoadInts(format.codes);
   }
   INLINE_MEMBER I operator()(V q, V sign) const {
     auto beyond = [&](I place, V threshold, int step) {
@@ -124,15 +127,13 @@ struct CodebookCoder {
 #elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
   V middle, after1, after2, after3;  // the threshold that is asked next, by the answers before: none, one, two, three
   I codes[2];
-  I plus, minus;
-  bool is_sorted, has_two_zeros;
-  explicit CodebookCoder(const Format& f)
-      : format(f), plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)), is_sorted(true), has_two_zeros(f.plus_zero >= 0) {
-    auto all = [&](int i) { return i + 1 < f.count ? f.thresholds[i] : __builtin_inff(); };
+  void MakeTables() {
+    auto all = [&](int i) { return i + 1 < format.count ? format.thresholds[i] : __builtin_inff(); };
     middle = Same(all(7));
-    for (int i = 0; i < 8; ++i) after1[i] = all(3 + 8 * (i % 2)), after2[i] = all(1 + 4 * (i % 4)), after3[i] = all(2 * i);
-    for (int i = 0; i < 8; ++i) codes[0][i] = f.codes[i], codes[1][i] = f.codes[8 + i];
-    for (int i = 0; i < f.count; ++i) is_sorted = is_sorted && f.codes[i] == i;
+    for (int i = 0; i < 8; ++i) {
+      after1[i] = all(3 + 8 * (i % 2)), after2[i] = all(1 + 4 * (i % 4)), after3[i] = all(2 * i);
+      codes[0][i] = format.codes[i], codes[1][i] = format.codes[8 + i];
+    }
   }
   INLINE_MEMBER I operator()(V q, V sign) const {
     auto next = [&](I place, V thresholds) {
@@ -144,22 +145,17 @@ struct CodebookCoder {
       code = (code > 7) ? of(codes[1]) : of(codes[0]);
     }
 #else
-  int count;
   V thresholds[kMaxCodes];
   I steps[kMaxCodes];
-  I first, plus, minus;
-  bool has_two_zeros;
-  explicit CodebookCoder(const Format& f)
-      : format(f), count(f.count), first(Same((int32_t)f.codes[0])), plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)),
-        has_two_zeros(f.plus_zero >= 0) {
-    for (int i = 0; i + 1 < count; ++i) {
-      thresholds[i] = Same(f.thresholds[i]);
-      steps[i] = Same((int32_t)(f.codes[i + 1] - f.codes[i]));
+  void MakeTables() {
+    for (int i = 0; i + 1 < format.count; ++i) {
+      thresholds[i] = Same(format.thresholds[i]);
+      steps[i] = Same((int32_t)(format.codes[i + 1] - format.codes[i]));
     }
   }
   INLINE_MEMBER I operator()(V q, V sign) const {
-    I code = first;
-    for (int i = 0; i + 1 < count; ++i) code += (I)(q > thresholds[i]) & steps[i];
+    I code = Same((int32_t)format.codes[0]);
+    for (int i = 0; i + 1 < format.count; ++i) code += (I)(q > thresholds[i]) & steps[i];
 #endif
     return WithZero(code, sign);
   }
