@@ -2,8 +2,9 @@
 
     python -m bench.allocation [--bits 4.25,4.5,5.2] [--candidates mxfp4,nvfp4,int3_g64,int8] [--save]
 
-Estimated losses are compared with measured ones. The model is that of `bench.methods`. The rank correlation (Spearman) of a
-scheme compares the estimated loss of each group of weights with the KL divergence of the model with that group alone quantized.
+The model is that of `bench.methods`. A plan by the estimated losses is compared with one by the losses that `fewbit plan --measure`
+measures on the calibration text. The rank correlation (Spearman) of a scheme compares the estimated loss of each group of weights
+with the KL divergence of the model with that group alone quantized: on that text, and of some of the groups on another one.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--bits", default="4.25,4.5,5.2")
     parser.add_argument("--candidates", default=",".join(CANDIDATES))
-    parser.add_argument("--every", type=int, default=4, help="which groups are measured alone")
+    parser.add_argument("--every", type=int, default=4, help="which groups are measured on the text that is evaluated, too")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
     parser.add_argument("--save", action="store_true", help="write bench/results/allocation.json")
     options = parser.parse_args()
@@ -42,20 +43,25 @@ def main() -> int:
     first, start = plan_model(model, recipe="nvfp4"), time.perf_counter()
     windows = calibration_data(model, windows=WINDOWS, window=WINDOW).windows
     candidates = options.candidates.split(",")
-    found = sensitivities(model, first, candidates, windows)
+    estimated = sensitivities(model, first, candidates, windows)
     seconds = time.perf_counter() - start
-    print(f"sensitivities of {len(found)} groups and {len(candidates)} schemes in {seconds:.0f} s", flush=True)
+    print(f"sensitivities of {len(estimated)} groups and {len(candidates)} schemes in {seconds:.0f} s", flush=True)
+    measured = sensitivities(model, first, candidates, windows, measure=True)
+    seconds_measured = time.perf_counter() - start - seconds
+    on_calibration = rank_correlations(measured)
+    print(f"measured, too, in {seconds_measured:.0f} s; rank correlations {on_calibration}", flush=True)
     short, plans = evaluated(model, 512), {scheme: plan_model(model, recipe=scheme) for scheme in candidates}
     sample = [
         dataclasses.replace(one, measured={scheme: measured_loss(short, made, one) for scheme, made in plans.items()})
-        for one in found[:: options.every]
+        for one in estimated[:: options.every]
     ]
     correlations = rank_correlations(sample)
-    print(f"rank correlations of estimated and measured losses of {len(sample)} groups: {correlations}", flush=True)
+    print(f"rank correlations of {len(sample)} groups with losses on another text: {correlations}", flush=True)
     base = evaluated(model, options.tokens)
     rows = [
-        quality(base, allocated(first, found, float(bits)), name)
+        {"losses": losses, **quality(base, allocated(first, found, float(bits)), name)}
         for bits in options.bits.split(",")
+        for losses, found in (("estimated", estimated), ("measured", measured))
         for name in ("rtn", "gptq")
     ]
     if options.save:
@@ -63,10 +69,14 @@ def main() -> int:
             "model": options.model,
             "tokens": options.tokens,
             "candidates": candidates,
-            "groups": len(found),
+            "groups": len(estimated),
             "measured": len(sample),
+            "seconds": seconds,
+            "seconds_measured": seconds_measured,
+            "rank_correlation": correlations,
+            "rank_correlation_on_calibration": on_calibration,
         }
-        save("allocation", PACKAGES, **facts, seconds=seconds, rank_correlation=correlations, rows=rows)
+        save("allocation", PACKAGES, **facts, rows=rows)
     return 0
 
 
@@ -92,7 +102,7 @@ def quality(base: Baseline, plan: Plan, name: str) -> dict[str, Any]:
         "method": name,
         "bits": plan.bits_per_weight,
         "weights": counts,
-        "estimated": plan.notes[-1],
+        "expected": next(note for note in plan.notes if "nats a token" in note),
         **language_quality(dataclasses.replace(model, load=values.__getitem__), base),
     }
     print(

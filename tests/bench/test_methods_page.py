@@ -40,10 +40,11 @@ def by_budget() -> Iterator[str]:
     yield "| plan | bits per weight | rounded, KL divergence | GPTQ, KL divergence | GPTQ, perplexity |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     rows = [("nvfp4, the recipe", uniform)]
-    for bits in dict.fromkeys(round(r["bits"], 2) for r in saved("allocation")["rows"]):
-        rows.append(
-            (f"`--bits {bits:g}`", {r["method"]: r for r in saved("allocation")["rows"] if round(r["bits"], 2) == bits})
-        )
+    plans: dict[str, dict[str, dict[str, Any]]] = {}
+    for r in saved("allocation")["rows"]:
+        name = f"`--bits {round(r['bits'], 2):g}{' --measure' if r['losses'] == 'measured' else ''}`"
+        plans.setdefault(name, {})[r["method"]] = r
+    rows += plans.items()
     for name, found in rows:
         cells = [name, f"{found['rtn']['bits']:.2f}"]
         cells += [f"{found[method]['kl']:.4f} ± {found[method]['kl_error']:.4f}" for method in ("rtn", "gptq")]
@@ -219,18 +220,32 @@ def test_the_sentences_too():
     methods, allocation = saved("methods"), saved("allocation")
     reference = methods["rows"][0]["reference"]
     assert f"of perplexity {reference:.2f}" in PAGE and f"{methods['tokens']:,} tokens" in PAGE
-    said = ", ".join(f"{value:.2f} for `{scheme}`" for scheme, value in allocation["rank_correlation"].items())
-    assert f"rank correlation of {said}" in PAGE and f"{allocation['measured']} of the {allocation['groups']} groups" in PAGE
+    for name, end in (("rank_correlation_on_calibration", " on the windows"), ("rank_correlation", "")):
+        said = ", ".join(f"{value:.2f} for `{scheme}`" for scheme, value in allocation[name].items())
+        assert f"a rank correlation of {said}{end}" in PAGE
+    assert f"{allocation['measured']} of the {allocation['groups']} groups" in PAGE
 
 
 def test_plans_beat_one_scheme_everywhere():
     everywhere = {r["scheme"]: r for r in saved("methods")["rows"] if r["method"] == "gptq"}
-    plans = {round(r["bits"], 2): r for r in saved("allocation")["rows"] if r["method"] == "gptq"}
+    plans = {
+        round(r["bits"], 2): r for r in saved("allocation")["rows"] if (r["method"], r["losses"]) == ("gptq", "estimated")
+    }
     said = []
     for bits, scheme in ((5.2, "nvfp4"), (4.5, "mxfp4"), (4.25, "int3_g64")):
         assert plans[bits]["bits"] <= everywhere[scheme]["bits"] + 0.001
         said.append(f"{100 * plans[bits]['kl'] / everywhere[scheme]['kl']:.0f} %")
     assert "leaves {}, at 4.50 bits {} of MXFP4's at 4.99, and at 4.25 bits {} of `int3_g64`'s".format(*said) in PAGE
+
+
+def test_what_measuring_the_losses_of_rounding_changes():
+    kl = {(r["losses"], r["method"], round(r["bits"], 2)): r["kl"] for r in saved("allocation")["rows"]}
+    said = {}
+    for method in ("rtn", "gptq"):
+        said[method] = ", ".join(
+            f"{100 * (kl['measured', method, bits] / kl['estimated', method, bits] - 1):+.0f} %" for bits in (4.25, 4.5, 5.2)
+        )
+    assert f"changes the divergence of rounded weights by {said['rtn']}, and of GPTQ's by {said['gptq']}" in PAGE
 
 
 def test_what_rotated_inputs_save():
