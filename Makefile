@@ -18,7 +18,7 @@ JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels
 # Prints what extras of ours need, for pip.
 NEEDS := $(BIN)/python .ci/requirements
 # Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that: conftest.py leaves them out, and this does for the processes that tests start.
-# XLA's older way to emit fusions, and compiling a program whole, take half of the rest. The tests of `make test-all` have XLA's defaults: the older way rounds
+# The rest takes half as long with XLA's older way to emit fusions and each program compiled whole. The tests of `make test-all` have XLA's defaults: the older way rounds
 # the numbers next to a midpoint of float4_e2m1fn wrongly, which other packages convert by, and the newest JAX does not have it.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$XLA_FLAGS --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Checking annotations at every call is a tenth of the time of these tests, and most of it where millions of files are read. `make test` checks them.

@@ -230,5 +230,15 @@ def test_suites_name_modules_without_a_test_file_once() -> None:
     assert not [module for module in set(named) if named.count(module) > 1], "these stand in two suites"
 
 
+def test_every_file_of_oracles_is_left_to_make_test_all() -> None:
+    """`make test` does not collect the folder, so a test without the marker would run nowhere."""
+    unmarked = [
+        path.name
+        for path in TESTS.glob("oracles/test_*.py")
+        if "\npytestmark = " not in (text := path.read_text()) or "pytest.mark.oracle" not in text
+    ]
+    assert not unmarked
+
+
 def test_each_suite_exists() -> None:
     assert not sorted({suite.path for suite in SUITES} - set(FILES))
