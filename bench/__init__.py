@@ -1,8 +1,8 @@
 """Benchmarks of fewbit and other packages, measured in one run.
 
-`python -m bench` runs them. `--isa avx2` limits every program to that instruction set, as far as it has an option for it: this
-package, XLA, torch. It must be known before they are imported, so it is read here. `--machine NAME` keeps the figures of another
-machine in files of its own.
+`python -m bench` runs them. `--isa avx2` (or `avxvnni`) limits every program to that instruction set, as far as it has an option
+for it: this package, XLA, torch. It must be known before they are imported, so it is read here. `--machine NAME` keeps the figures
+of another machine in files of its own.
 """
 
 import argparse
@@ -14,6 +14,12 @@ LIMITS = {
         "FEWBIT_ISA": "avx2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+    },
+    "avxvnni": {  # XLA has no name for it
+        "FEWBIT_ISA": "avxvnni",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
         "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
     },
 }
