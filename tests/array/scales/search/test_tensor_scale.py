@@ -61,6 +61,7 @@ def test_uniform_weights_gain_most():
 @pytest.mark.finding(39)
 @pytest.mark.parametrize("kind", ["gaussian", "lognormal rows, wider"])
 def test_a_sample_decides_for_large_arrays(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tensor_scale, "JUDGED_WHOLE", 2**12)
     monkeypatch.setattr(tensor_scale, "SAMPLE", 2**12)
     x = jnp.asarray(weights(kind)[:, :500])  # with a short last tile
     jax.clear_caches()
@@ -74,6 +75,7 @@ def test_a_sample_decides_for_large_arrays(kind: str, monkeypatch: pytest.Monkey
 
 def test_no_row_of_the_sample_counts_twice(monkeypatch: pytest.MonkeyPatch):
     """The rows of largest magnitude count once, and are not among those that stand for the rest."""
+    monkeypatch.setattr(tensor_scale, "JUDGED_WHOLE", 2**9)
     monkeypatch.setattr(tensor_scale, "SAMPLE", 2**9)
     x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
     x[:8] *= 100

@@ -22,8 +22,11 @@ from ..calibration import AbstractCalibration, Target, Tiles, better, largest_ma
 from ..limits import largest_unit
 from ..store import ScaleStore
 
-SAMPLE = 2**20
-"""Larger arrays are judged by a sample: the rows of largest magnitude and equally spaced rows, half of this each."""
+JUDGED_WHOLE = 2**20
+"""Arrays of more elements are judged by a sample."""
+SAMPLE, LEAST_ROWS = 2**18, 8
+"""How many elements a sample has: half from the rows of largest magnitude, half from equally spaced rows; of each, how many rows
+at least, however long they are. docs/design/kernels-cpu.md has what larger samples and smaller ones cost and lose."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +122,11 @@ def _judged(
     """The sampled rows with their weights and tiles, and how many tiles each represents. None if all tiles are used."""
     tiled = [axis for axis, tile in enumerate(tiles) if tile != 1]
     is_sharded = jax.typeof(x).sharding.spec != jax.P(*[None] * x.ndim)
-    if x.size <= SAMPLE or len(tiled) != 1 or is_sharded or x.size // x.shape[tiled[0]] < 4:
+    if x.size <= JUDGED_WHOLE or len(tiled) != 1 or is_sharded or x.size // x.shape[tiled[0]] < 2 * LEAST_ROWS:
         return x, weights, tiles, None
     length = x.shape[tiled[0]]
     rows = jnp.moveaxis(x, tiled[0], -1).reshape(-1, length)
-    many = max(1, SAMPLE // 2 // length)
+    many = max(LEAST_ROWS, SAMPLE // 2 // length)
     if row_magnitudes is not None and tiled[0] == x.ndim - 1:
         amax = row_magnitudes[..., 1].reshape(-1)
     else:
