@@ -1,5 +1,6 @@
 """Every table of docs/kernels.md shows the numbers of its file in bench/results."""
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -157,12 +158,14 @@ def activations() -> Iterator[Row]:
 
 LEVELS = ("-avx2", "", "-avx2-only")
 """The endings of the files that are limited to AVX2, of those with AVX-512, and of a processor that has AVX2 only."""
+INTEL = ("-avx2-intel", "-avxvnni-intel", "-intel")
+"""Those of one Intel Xeon: limited to AVX2, limited to AVX-VNNI, and with AVX-512."""
 
 
-def goals() -> Iterator[Row]:
-    """Ratios by `LEVELS`, with the quartiles of the rounds."""
+def goals(levels: tuple[str, ...] = LEVELS) -> Iterator[Row]:
+    """Ratios by level, with the quartiles of the rounds."""
     runs, products, pairs, made, steps = (
-        [saved(f"{name}{ending}") for ending in LEVELS]
+        [saved(f"{name}{ending}") for ending in levels]
         for name in ("generation", "qmatmul", "integers", "quantize", "training_step")
     )
 
@@ -203,15 +206,19 @@ def goals() -> Iterator[Row]:
         )
 
 
-@pytest.mark.parametrize("endings", [LEVELS[:2], LEVELS[2:]], ids=["AVX-512", "AVX2 only"])
-def test_the_targets_are_of_one_machine(endings):
+@pytest.mark.parametrize(
+    ("endings", "kernels"),
+    [(LEVELS[:2], {"avx2", "avx512"}), (LEVELS[2:], {"avx2"}), (INTEL, {"avx2", "avx512"})],
+    ids=["AMD, AVX-512", "AMD, AVX2 only", "Intel"],
+)
+def test_the_targets_are_of_one_machine(endings: tuple[str, ...], kernels: set[str]):
     names = ("generation", "qmatmul", "integers", "quantize", "training_step")
     texts = [(ROOT / "bench" / "results" / f"{name}{ending}.json").read_text() for name in names for ending in endings]
     files = [json.loads(text) for text in texts]
     assert len({file["device"] for file in files}) == 1
-    assert {file["kernels"] for file in files} == ({"avx2", "avx512"} if len(endings) == 2 else {"avx2"})
-    before_the_table = PAGE.split("### Targets and results")[1].split("| work |")[0]
-    assert all(date in before_the_table for date in {file["date"] for file in files})
+    assert {file["kernels"] for file in files} == kernels
+    section = PAGE.split("### Targets and results")[1].split("### Loops")[0]
+    assert all(date in section for date in {file["date"] for file in files})
 
 
 FILES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
@@ -225,6 +232,7 @@ FILES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
     "attention": ("one layer", attention),
     "generation": ("work | fewbit, tokens/s", generation),
     "goals": ("work | limited to AVX2 | AVX-512 | AVX2 only", goals),
+    "goals of Intel": ("work | limited to AVX2 | limited to AVX-VNNI | AVX-512", functools.partial(goals, INTEL)),
     "quantize": ("scheme | quantize, in copies in place", quantize),
     "triton": ("weight | 1 row, sm_80", triton),
     "tpu_model": ("scheme | v4 memory", tpu_model),
@@ -239,7 +247,7 @@ FILES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
 def test_a_table_shows_its_file(name: str):
     heading, rows = FILES[name]
     (table,) = [t for t in tables() if " | ".join(t[0]).startswith(heading)]
-    shown = [row[:4] for row in table] if name == "goals" else table  # beside what is asked
+    shown = [row[:4] for row in table] if name.startswith("goals") else table  # beside what is asked
     assert (shown if name == "attention" else shown[1:]) == list(rows())
 
 
