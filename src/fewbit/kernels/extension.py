@@ -31,7 +31,7 @@ ISAS = ("portable", "avx2", "avxvnni", "avx512", "dotprod", "i8mm")
 Those of another processor are no limit.
 """
 
-ARM64_ISAS = ("neon", "dotprod")
+ARM64_ISAS = ("neon", "dotprod", "i8mm")
 """The instruction sets of arm64, whose kernels ran in an emulator only."""
 
 

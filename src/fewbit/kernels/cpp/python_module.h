@@ -35,7 +35,12 @@ PyObject* ModuleOf(PyModuleDef* definition, const Target (&targets)[count]) {
     Py_DECREF(capsule);
   }
   if (PyModule_AddObject(module, "TARGETS", capsules) != 0) return nullptr;
-  if (PyModule_AddStringConstant(module, "ISA", NameOf(BestIsa())) != 0) return nullptr;
+#if defined(FEWBIT_BYTE_DOT) && FEWBIT_BYTE_DOT
+  const Isa best = ByteDotIsaOf(-1);
+#else
+  const Isa best = BestIsa();
+#endif
+  if (PyModule_AddStringConstant(module, "ISA", NameOf(best)) != 0) return nullptr;
   if (PyModule_AddStringConstant(module, "SOURCES", FEWBIT_SOURCES) != 0) return nullptr;
   return module;
 }

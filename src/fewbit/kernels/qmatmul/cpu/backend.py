@@ -62,13 +62,13 @@ class Cpu(AbstractKernel):
         return device_refusal()
 
     def about(self) -> str:
-        best = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").isa
+        modules = ("fewbit.kernels.qmatmul.cpu._dequant_gemm", "fewbit.kernels.qmatmul.cpu._int8_gemm")
+        best = {extension(module).isa for module in modules} - {""}  # integers may have an instruction of their own
         tested = ""
-        if best in ARM64_ISAS:
+        if not best.isdisjoint(ARM64_ISAS):
             tested = "; experimental: tested in an emulator only"
-        return (
-            f"compiled for {self.isa or best}{tested}; programs for other platforms use their own kernels, or the reference"
-        )
+        isas = self.isa or " and ".join(sorted(best))
+        return f"compiled for {isas}{tested}; programs for other platforms use their own kernels, or the reference"
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
         del (
