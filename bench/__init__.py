@@ -9,20 +9,13 @@ import argparse
 import os
 import sys
 
-LIMITS = {
-    "avx2": {
-        "FEWBIT_ISA": "avx2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
-    },
-    "avxvnni": {  # XLA has no name for it
-        "FEWBIT_ISA": "avxvnni",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
-        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
-    },
+_AVX2 = {
+    "FEWBIT_ISA": "avx2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
 }
+LIMITS = {"avx2": _AVX2, "avxvnni": _AVX2 | {"FEWBIT_ISA": "avxvnni", "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}}
 """The environment variables that limit programs to an instruction set."""
 
 

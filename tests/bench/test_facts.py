@@ -29,3 +29,5 @@ def test_files_end_with_the_instruction_set_and_the_machine(monkeypatch: pytest.
     assert limit(["--save", "--rounds", "3"]) == ""
     assert limit(["--machine", "small", "--isa", "avx2"]) == "-avx2-small"
     assert os.environ["FEWBIT_ISA"] == "avx2"
+    assert limit(["--isa", "avxvnni"]) == "-avxvnni"
+    assert os.environ["FEWBIT_ISA"] == "avxvnni" and os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2_VNNI"

@@ -95,6 +95,18 @@ def test_kernels_that_ran_in_an_emulator_only_are_experimental(monkeypatch: pyte
     assert f": cpu (compiled for {built}{rest})" in fb.explain(jnp.ones((2, 64)), q, backend="cpu")
 
 
+def test_integers_may_have_an_instruction_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    isas = {"_dequant_gemm": "avx2", "_int8_gemm": "avxvnni"}
+    monkeypatch.setattr(
+        "fewbit.kernels.qmatmul.cpu.backend.extension", lambda module: Extension(isa=isas[module.rpartition(".")[2]])
+    )
+    assert Cpu().about().startswith("compiled for avx2 and avxvnni;")
+    isas["_int8_gemm"] = ""  # it did not load
+    assert Cpu().about().startswith("compiled for avx2;")
+    isas.update(_dequant_gemm="neon", _int8_gemm="i8mm")
+    assert "compiled for i8mm and neon; experimental" in Cpu().about()
+
+
 @pytest.mark.parametrize("page", ["kernels", "installation"])
 def test_pages_say_that_the_kernels_of_arm64_ran_in_an_emulator_only(page: str):
     (line,) = [line for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines() if "emulator" in line]

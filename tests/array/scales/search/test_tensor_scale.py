@@ -86,6 +86,21 @@ def test_no_row_of_the_sample_counts_twice(monkeypatch: pytest.MonkeyPatch):
     assert counts.sum() == 64
 
 
+def test_how_many_rows_a_sample_has(monkeypatch: pytest.MonkeyPatch):
+    """None of a small array or of few rows; of long rows eight of each kind, however many elements these are."""
+    monkeypatch.setattr(tensor_scale, "JUDGED_WHOLE", 2**12)
+    monkeypatch.setattr(tensor_scale, "SAMPLE", 2**10)
+
+    def judged(*shape: int) -> tuple[tuple[int, ...], bool]:
+        rows, _, _, counts = tensor_scale._judged(jnp.ones(shape), None, (1, 16), None)
+        return rows.shape, counts is not None
+
+    assert judged(128, 32) == ((128, 32), False)
+    assert judged(129, 32) == ((32, 32), True)
+    assert judged(17, 512) == ((16, 512), True)
+    assert judged(16, 512) == ((16, 512), False)
+
+
 def test_error_weights_count():
     """Rows without a weight have no say, however large they are."""
     x = np.concatenate([weights("lognormal rows")[:32], 100 * weights("uniform")[:32]])

@@ -122,11 +122,13 @@ def _judged(
     """The sampled rows with their weights and tiles, and how many tiles each represents. None if all tiles are used."""
     tiled = [axis for axis, tile in enumerate(tiles) if tile != 1]
     is_sharded = jax.typeof(x).sharding.spec != jax.P(*[None] * x.ndim)
-    if x.size <= JUDGED_WHOLE or len(tiled) != 1 or is_sharded or x.size // x.shape[tiled[0]] < 2 * LEAST_ROWS:
+    if x.size <= JUDGED_WHOLE or len(tiled) != 1 or is_sharded:
         return x, weights, tiles, None
     length = x.shape[tiled[0]]
-    rows = jnp.moveaxis(x, tiled[0], -1).reshape(-1, length)
     many = max(LEAST_ROWS, SAMPLE // 2 // length)
+    if x.size // length <= 2 * many:  # the sample would be as large
+        return x, weights, tiles, None
+    rows = jnp.moveaxis(x, tiled[0], -1).reshape(-1, length)
     if row_magnitudes is not None and tiled[0] == x.ndim - 1:
         amax = row_magnitudes[..., 1].reshape(-1)
     else:
