@@ -36,7 +36,7 @@ def test_a_process_ends_with_the_status_and_one_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
 def test_a_stopped_run_leaves_what_stood_and_a_second_run_finishes(tmp_path, kind, status):
-    shapes = [(8, 32 * (i + 1)) for i in range(6)]  # each compiles anew, so there is time to interrupt
+    shapes = [(8, 32 * (i + 1)) for i in range(20)]  # each compiles anew, so there is time to interrupt
     np.savez(tmp_path / "a.npz", **{f"w{i:02}": np.ones(shape, np.float32) for i, shape in enumerate(shapes)})
     (tmp_path / "rules.json").write_text('{"rules": [{"path": ".*", "policy": "nvfp4", "axis": -1}]}')
     arguments = [*COMMAND, "quantize", "a.npz", "-o", "out", "-r", "rules.json", "--overwrite"]
@@ -59,6 +59,6 @@ def test_a_stopped_run_leaves_what_stood_and_a_second_run_finishes(tmp_path, kin
         return
     done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^resuming: \d+ of 6 tensors, \d+ MB, were finished by an earlier run$", done.stderr, re.MULTILINE)
-    assert len(io.read(tmp_path / "out").tensors) == 6
+    assert re.search(r"^resuming: \d+ of 20 tensors, \d+ MB, were finished by an earlier run$", done.stderr, re.MULTILINE)
+    assert len(io.read(tmp_path / "out").tensors) == 20
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out", ".out.fewbit-source", "rules.json"}
