@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import gguf
 import jax.numpy as jnp
@@ -170,6 +171,26 @@ def test_a_gguf_file_passes_through(written, tmp_path):
     assert {name for name, kind in kinds.items() if kind == "Q8_0"} == {f"blk.{i}.ffn_up.weight" for i in range(2)}
     same = write_gguf(model, unchanged(model), tmp_path / "same.gguf")
     assert same.read_bytes() == written.read_bytes()
+
+
+def test_factors_of_the_rotary_embedding_stay_in_a_gguf_file(directory, tmp_path):
+    """As in the files of Llama 3.1: `rope_freqs.weight` is no parameter, and without it the model is another."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    shutil.copytree(directory, tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": scaling}))
+    model = workflows.load(tmp_path / "hf")
+    first = write_gguf(model, unchanged(model), tmp_path / "first.gguf")
+    model = workflows.load(first)
+    workflows.quantize(model, workflows.plan_model(model, recipe="q8_0"), tmp_path / "q.gguf", to="gguf")
+    factors = [io.read(path).tensors["rope_freqs.weight"] for path in (first, tmp_path / "q.gguf")]
+    assert len(set(factors[0].tolist())) > 1
+    np.testing.assert_array_equal(*factors)
 
 
 def test_a_fewbit_directory_of_a_gguf_model_becomes_the_same_file(written, tmp_path):

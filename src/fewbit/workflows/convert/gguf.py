@@ -13,7 +13,7 @@ from ...io.gguf.conversion import Conversion
 from ...io.gguf.fields import Field
 from ...io.gguf.header import read_header
 from ...io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
-from ...io.gguf.reader import gguf_package
+from ...io.gguf.reader import gguf_package, read_gguf
 from ...io.gguf.stored import Stored, stored
 from ...io.gguf.vocabulary import tokenizer_fields
 from ...io.gguf.writer import GGUFWriter
@@ -153,17 +153,19 @@ def _source(model: Model, ternary: str) -> _Source:
 
 
 def _from_gguf(model: Model, ternary: str) -> _Source:
-    """Everything but the tensors as in the file that the model was read from."""
+    """Everything but the model's tensors as in its file, such as the metadata and the factors of the rotary embedding."""
     header = read_header(mapped(model.path), str(model.path))
     names = {entry.name for entry in header.entries}
-    table = None
+    table, derived = None, dict[str, Stored]()
     if model.config is not None:
-        table = gguf_table_of(model.metadata)
+        table, read = gguf_table_of(model.metadata), read_gguf(model.path).tensors
+        derived = {name: stored(read[name], f"tensor {name!r}", ternary) for name in read if table.is_derived(name)}
 
     def name(path: str) -> str:
         return path if path in names or table is None else table.name(path)
 
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
+        yield from derived.items()
         for path, value in tensors:
             yield name(path), stored(value, f"tensor {name(path)!r}", ternary)
 
