@@ -12,6 +12,7 @@ from .._registry import near_names
 from ..array.qarray import QArray
 from ..array.scheme import Scheme
 from ..errors import QuantError
+from ..ops.policy import Policy
 
 Tensor: TypeAlias = np.ndarray | jax.Array | QArray
 Kind: TypeAlias = Literal["gguf", "safetensors", "npz", "fewbit", "orbax"]
@@ -27,6 +28,7 @@ class TensorInfo:
         stored: the file's own name of its type: "Q4_1", "BF16", "<f2", or the name of a scheme.
         nbytes: its size in the file.
         scheme: the scheme of the loaded QArray, or None for a plain array.
+        policy: the policy of the loaded QArray: how its products quantize their other operand; None: they do not.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +36,7 @@ class TensorInfo:
     stored: str
     nbytes: int
     scheme: Scheme | None = None
+    policy: Policy | None = None
 
 
 class Tensors(Mapping):

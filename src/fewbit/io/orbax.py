@@ -82,8 +82,7 @@ class OrbaxWriter(AbstractWriter):
         journal: Journal | None = None,
     ):
         _package(pathlib.Path(path))
-        kind = OutputKind(_foreign_files)
-        check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources), kind=kind)
+        check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources), kind=ORBAX)
         super().__init__(path, check, overwrite=overwrite, progress=progress, journal=journal)
         self._small = {CONFIG: dumped(dict(config or {}), CONFIG), **(files or {})}
         for name in self._small:
@@ -338,3 +337,7 @@ def _foreign_files(directory: pathlib.Path) -> list[str]:
         raise QuantError(f"{where} is missing")
     records = converted(parsed_object(file_text(directory / RECORDS, "records"), where), _Records, where)
     return [name for name in _all_files(directory) if name not in records.files and name != RECORDS]
+
+
+ORBAX = OutputKind(_foreign_files)
+"""A directory that `OrbaxWriter` wrote, whose records list its every file."""

@@ -123,3 +123,32 @@ def test_the_embedding_of_a_gguf_source_stays_in_float():
         assert plan["embed"].policy is None and "weights of role embedding are not quantized" in plan["embed"].reason
         assert "model.embed_tokens.weight" in targets.planned_weights(found, plan)[1]
         assert targets.prepared("simple", found).info == found.info
+
+
+@needs_tokenizers
+def test_quantized_activations_go_from_one_layout_to_another_or_are_refused(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    rule = {"path": ".*mlp/(gate|up|down)", "policy": {"weight": "int8", "activation": "int8"}}
+    workflows.quantize(model, workflows.plan_model(model, recipe={"rules": [rule]}), tmp_path / "fewbit")
+    source = tmp_path / "fewbit"
+    for to in ("compressed-tensors", "fewbit", "compressed-tensors"):
+        stored = workflows.load(source)
+        source = tmp_path / f"from_{source.name}_{to}"
+        workflows.quantize(stored, workflows.plan_model(stored, recipe="keep"), source, to=to)
+        weight = io.read(source).tensors["model.layers.0.mlp.up_proj.weight"]
+        assert weight.policy is not None and weight.policy.activation == fb.scheme("int8"), to
+    stored = workflows.load(source)
+    with pytest.raises(UnsupportedError, match="MLX quantizes weights only"):
+        workflows.quantize(stored, workflows.plan_model(stored, recipe="keep"), tmp_path / "mlx", to="mlx")
+
+
+def test_an_orbax_checkpoint_is_replaced(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    np.savez(tmp_path / "a.npz", w=np.ones((4, 32), np.float32))
+    model = workflows.load(tmp_path / "a.npz")
+    plan = workflows.plan_model(model, recipe="keep")
+    for _ in range(2):
+        workflows.quantize(model, plan, tmp_path / "out", to="orbax", overwrite=True)
+    (tmp_path / "out" / "mine.txt").write_text("")
+    with pytest.raises(QuantError, match="mine.txt"):
+        workflows.quantize(model, plan, tmp_path / "out", to="orbax", overwrite=True)

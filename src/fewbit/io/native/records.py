@@ -197,4 +197,4 @@ def weight_info(name: str, form: Mapping[str, Any], stored: Mapping[str, TensorI
         raise QuantError(f"tensor {name!r} has codes of shape {tuple(shape)}, which its scheme {scheme.name} does not fit")
     shape[scheme.pack_axis] = shape[scheme.pack_axis] * 8 // scheme.format.bits - form["slack"]
     nbytes = sum(stored[leaf].nbytes for leaf in leaf_names(name, form))
-    return TensorInfo(tuple(shape), form["dtype"].name, scheme.name, nbytes, scheme)
+    return TensorInfo(tuple(shape), form["dtype"].name, scheme.name, nbytes, scheme, form.get("policy"))

@@ -24,8 +24,8 @@ from ...io.gguf.blocks import why_not as why_not_type
 from ...io.gguf.writer import check_gguf_output
 from ...io.journal import Journal
 from ...io.native.writer import DirectoryWriter
-from ...io.orbax import OrbaxWriter
-from ...io.output import check_output
+from ...io.orbax import ORBAX, OrbaxWriter
+from ...io.output import DIRECTORY, check_output
 from ...models.roles.checkpoint import checkpoint_roles
 from ...recipe.plan import Plan
 from ...recipe.quantize_row import quantized_leaf
@@ -153,7 +153,8 @@ def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:
     if to == "gguf":
         check_gguf_output(path, overwrite=overwrite, sources=[model.path])
     else:
-        check_output(path, overwrite=overwrite, sources=[model.path])
+        kind = ORBAX if to == "orbax" else DIRECTORY
+        check_output(path, overwrite=overwrite, sources=[model.path], kind=kind)
 
 
 def write_tensors(to: str, job: Job, tensors: Callable[[frozenset[str]], Values]) -> Path:
@@ -303,9 +304,9 @@ def planned_weights(model: Model, plan: Plan) -> tuple[list[Weight], list[str]]:
             q = _planned(dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=()))
             weights.append(Weight(name, q.shape, q.dtype.name, q.scheme, row.policy.activation, roles[name]))
         elif info.scheme is not None and row.sparsity is None:
-            activation = None
-            if row.policy is not None:
-                activation = row.policy.activation
+            policy, activation = row.policy or info.policy, None
+            if policy is not None:
+                activation = policy.activation
             weights.append(Weight(name, info.shape, info.dtype, info.scheme, activation, roles[name]))
         else:
             kept.append(name)

@@ -149,4 +149,4 @@ def _with_policy(group: Group, activations: Arguments | None) -> Group:
         assert isinstance(q, QArray)
         return dataclasses.replace(q, policy=policy)
 
-    return dataclasses.replace(group, load=load)
+    return dataclasses.replace(group, info=dataclasses.replace(group.info, policy=policy), load=load)
