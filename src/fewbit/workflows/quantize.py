@@ -100,7 +100,9 @@ def quantize(
     fused, facts = fused_rows(model, plan, fused_modules(to)), provenance(model, plan, {"sha256": file_hashes(model)})
     facts |= method_facts(method, calibration, scaling)
     identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions()}
-    if not isinstance(calibration, CalibrationData):
+    if isinstance(calibration, CalibrationData):
+        identity["config"] = model.runnable_config().to_json()  # which the hashes of the tensors' files do not cover
+    else:
         identity["source"] = model.name  # each tensor has a hash in the journal, so that one can be repaired
     with Journal(out, identity) as journal:
         scaled: Mapping[str, str] = {}

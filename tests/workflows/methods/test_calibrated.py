@@ -21,6 +21,7 @@ import fewbit as fb
 from fewbit import io, workflows
 from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ, QEP
+from fewbit.methods.awq import AWQScaling
 from fewbit.models import forward, params_from_paths, paths_of_params
 from fewbit.workflows.methods import calibrated
 from fewbit.workflows.methods.calibrated import calibrated_weights
@@ -198,6 +199,55 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(method, tmp_path, m
     assert list(dict.fromkeys(done)) == ["layers/2/", ""], "layers 0 and 1 are not quantized again"
     assert _files(tmp_path / "resumed") == _files(tmp_path / "whole")
     assert not work.exists()
+
+
+def _interrupted(quantize, out, layers):
+    """Runs a job until so many layers are done. Returns the folder of what is finished."""
+
+    def stop(layer, _):
+        if layer == layers:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(out, on_layer=stop)
+    return out.with_name(f".{out.name}.fewbit-work")
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("is_missing", [False, True], ids=["damaged", "missing"])
+def test_scales_that_an_earlier_run_lost_are_searched_again(is_missing, tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    plan, data = workflows.plan_model(model, recipe="int4"), calibration_data(model, str(text_file(tmp_path)), windows=4)
+    quantize = functools.partial(workflows.quantize, model, plan, scaling=AWQScaling(), calibration=data)
+    quantize(tmp_path / "whole")
+    part = _interrupted(quantize, tmp_path / "resumed", 2) / "scales-0"
+    (file,) = part.glob("*.safetensors")
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    if is_missing:
+        shutil.rmtree(part)
+    quantize(tmp_path / "resumed")
+    assert _files(tmp_path / "resumed") == _files(tmp_path / "whole")
+
+
+@needs_tokenizers
+def test_a_changed_configuration_is_another_job(tmp_path):
+    """The same tensors are another network then, and what was learned from its activations does not hold."""
+    hf = llama_directory(tmp_path / "hf")
+    text = str(text_file(tmp_path))
+
+    def quantize(out, on_layer=None):
+        model = workflows.load(hf)
+        plan, data = workflows.plan_model(model, recipe="int4"), calibration_data(model, text, windows=4)
+        workflows.quantize(model, plan, out, method=GPTQ(), calibration=data, on_layer=on_layer)
+
+    assert _interrupted(quantize, tmp_path / "resumed", 2).exists()
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"rope_theta": 50.0}))
+    quantize(tmp_path / "resumed")
+    quantize(tmp_path / "whole")
+    assert _files(tmp_path / "resumed") == _files(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -276,7 +276,8 @@ def _job(
     plan = next(iter(plans.values()))
     facts = provenance(model, plan, {"sha256": file_hashes(model)}) | method_facts(method, calibration)
     candidates = {name: one.to_json() for name, one in plans.items()}
-    return {**facts, "candidates": candidates, "windows": windows.tolist(), "seed": seed, "versions": versions()}
+    facts |= {"config": model.runnable_config().to_json(), "windows": windows.tolist(), "seed": seed}
+    return {**facts, "candidates": candidates, "versions": versions()}
 
 
 def fitting(plan: Plan, candidates: Iterable[str], refusals: Callable[[Plan], Mapping[str, str]]) -> list[str]:

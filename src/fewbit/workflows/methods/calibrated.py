@@ -83,8 +83,13 @@ def calibrated_scales(
     inputs, policies = scaled_inputs(model, plan), {row.path: row.policy for row in plan if row.policy is not None}
     readers = {part.path for one in inputs for part in one.readers if part.path in policies}
     measure, found = Measure(AbsMaxRange(), scaling.collect), {}  # type: ignore[arg-type]
-    for index in range(model.runnable_config().layers):
-        found |= _finished(parts, f"scales-{index}") or {}
+    layers = range(model.runnable_config().layers)
+    for index in layers:
+        values = _finished(parts, f"scales-{index}")
+        found |= values or {}
+        if values is None and parts is not None and any(path.startswith(f"layers/{index}/") for path in readers):
+            for later in layers[index:]:  # a residual stream after this layer would let the run begin after it
+                parts.remove(f"float-stream-{later + 1}")
     for layer in float_layers(model, data.windows, progress, parts):
         values: Mapping[str, Any] | None = _finished(parts, f"scales-{layer.index}")
         if values is None:
