@@ -3,8 +3,10 @@
 For a weight `W` `[N, K]` and the Hessian `H = X^T X` of its inputs, the output error of codes `Q` is `tr(E H E^T)` with
 `E = W - Q`. With `H = U D U^T`, `U` unit upper triangular, it is the sum over the columns of `D_k |w_k + E_<k U_<k,k - q_k|**2`: each
 column is rounded after the errors of the columns before it were added, weighted by U. This is GPTQ's update without the
-inverse of H (Chee et al., arXiv 2307.13304, prove the two equal). The scale of a tile is chosen when its first column is reached, from
-the corrected weights, by the scheme's own calibration, with `D` as error weights where the calibration searches.
+inverse of H (Chee et al., arXiv 2307.13304, prove the two equal). The scale of a tile is chosen when its first column is reached, by
+the scheme's own calibration, with `D` as error weights where the calibration searches. It is chosen for the weights of the tile T
+that would make up for the errors before it, `W_T + E_<T U_<T,T (U_TT)^-1`; the columns themselves are rounded without the inverse,
+which takes back what the errors inside the tile add.
 
 Columns are blocked twice: spans of about 128 take the errors of all columns before them in one GEMM, tiles those of their span
 in another; within a tile a column takes a GEMV. Arrays are transposed, `[K, N]`, so that a column is contiguous.
@@ -253,7 +255,10 @@ class _Columns:
         if self.fixed is not None:
             scale, offset = jax.tree.map(part, self.fixed)
         else:
-            q = self.tile_scales(w, part(self.diagonal))
+            correction = lax.linalg.triangular_solve(
+                upper, w - part(self.w), left_side=True, transpose_a=True, unit_diagonal=True
+            )
+            q = self.tile_scales(part(self.w) + correction, part(self.diagonal))
             scale, offset = (
                 None if leaf is None else jnp.broadcast_to(leaf, (G * N, 1)).reshape(G, 1, N).repeat(size, axis=1)
                 for leaf in (expanded_scale(q), expanded_offset(q))
