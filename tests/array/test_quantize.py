@@ -185,6 +185,16 @@ def test_double_quantization_of_scales():
     assert (got <= nearest + 1e-6).all()
 
 
+@pytest.mark.parametrize("spec", ["nf4_dq", {"format": "int4", "tile": {"*": 1, "-1": 64}, "scale": {"format": "int8"}}])
+def test_all_zero_tiles_hardly_change_quantized_scales(spec):
+    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32) * np.float32(1e-4)
+    x[0, :64] = 0
+    rest = np.asarray(fb.dequantize(_quantize(x, spec if isinstance(spec, str) else fb.scheme(spec))))
+    assert (rest[0, :64] == 0).all()
+    with_float_scales = fb.dequantize(_quantize(x, "nf4" if spec == "nf4_dq" else "int4_g64"))
+    assert np.linalg.norm(rest - x) <= 1.02 * np.linalg.norm(with_float_scales - x)
+
+
 def test_asymmetric_mx_is_refused():
     scheme = fb.Scheme(
         FORMATS["uint4"], {-1: 32}, scale=FORMATS["e8m0"], zero_point=FORMATS["uint4"], calibration=MX("rceil")

@@ -135,7 +135,7 @@ def chosen_scales(
         unit = tensor_scale_of(x, bound, error_weights)
         target = _target(bound, jax.tree.map(lambda leaf: leaf.reshape((1,) * view.x.ndim), unit))
         ideal, low = bound.calibration.scale(view, target)
-    stored, used = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles, is_widened)
+    stored, used = _stored_scale(_guarded(ideal, view, bound), target, bound, counts, tiles, is_widened)
     divisor = jnp.where(used == 0, jnp.ones_like(used), used)
     if low is not None and not isinstance(target.zero, AbstractFormat) and low.shape == view.is_finite.shape:
         low = jnp.where(view.is_finite, low, jnp.full_like(low, jnp.nan))
@@ -377,13 +377,13 @@ def tensor_scale_of(
     return best_tensor_scale(x, weights, tiles, smallest, scheme.format, holder, calibration, kernels, rows)
 
 
-def _guarded(scale: Array, view: Tiles, fmt: AbstractFormat) -> Array:
+def _guarded(scale: Array, view: Tiles, scheme: Scheme) -> Array:
     """The scales, with NaN or 1 where they cannot be used.
 
     NaN is for tiles that are not finite, 1 for scales too small to divide by. A format without zero gets scale 0 there, so
-    that it decodes to zero.
+    that it decodes to zero; and so do scales that are quantized themselves, since a 1 among them would widen their range.
     """
-    for_zero = float(0.0 in fmt.values())
+    for_zero = float(0.0 in scheme.format.values() and not isinstance(scheme.scale, Scheme))
     scale = jnp.where(jnp.abs(scale) < _TINY, jnp.full_like(scale, for_zero), scale)
     return jnp.where(view.is_finite, scale, jnp.full_like(scale, jnp.nan))
 

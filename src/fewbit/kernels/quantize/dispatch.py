@@ -48,11 +48,11 @@ def quantize(
     """Quantizes an array: one scale for each tile (block), one code for each element.
 
     `code = encode((x - offset) / scale)`, rounded to nearest and computed in float32 with the scale as stored. A tile whose
-    calibrated scale would be below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile
-    decodes to exact zeros. A NaN or an infinity makes every element of its tile NaN. Every array that is finite in
-    float32 decodes to finite numbers: scales are limited so that the largest code decodes to at most the largest float32. In float16 and
-    bfloat16 numbers above their largest become infinite, as by any cast. An empty array gives empty codes.
-    Jit-compatible.
+    calibrated scale would be below the smallest normal float32 number gets scale 1 (0 where scales are quantized themselves)
+    and codes of zero, so an all-zero tile decodes to exact zeros. A NaN or an infinity makes every element of its tile NaN.
+    Every array that is finite in float32 decodes to finite numbers: scales are limited so that the largest code decodes to
+    at most the largest float32. In float16 and bfloat16 numbers above their largest become infinite, as by any cast. An empty
+    array gives empty codes. Jit-compatible.
 
     Args:
         x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
@@ -68,7 +68,8 @@ def quantize(
         scale: the scale of each tile, float, in place of the scheme's calibration (static ranges, delayed scaling); it
             broadcasts to the number of tiles on each axis, so a scalar is the scale of every tile. It is rounded to the
             scheme's scale format, after magnitudes below the smallest normal float32 number, such as 0, are replaced by 1 (by
-            0 for a format without zero); a tensor scale is chosen for the largest of them. None calibrates.
+            0 for a format without zero, or where scales are quantized themselves); a tensor scale is chosen for the largest of
+            them. None calibrates.
         offset: the number that the code of value 0 decodes to, like `scale`; given with it if and only if the scheme has a
             zero point.
         shared_noise: the axes along which all elements are rounded with the same random number; with (), each has its own.
