@@ -111,6 +111,17 @@ def test_rows_of_very_different_norms_share_no_scale(name):
     assert worst < 0.5 / 127 * 32**0.5
 
 
+@pytest.mark.parametrize("name", ["one token", "scan over tokens", "one-hot"])
+def test_indices_that_are_keywords_or_closed_over_are_inputs(name):
+    table, fn, _ = ROWS[name]
+
+    def uses(fn, *inputs, **keywords):
+        found = parameter_uses(Traced.of(fn, (table, *inputs), keywords), table).parameters[""]
+        return {(use.op, use.axes, use.tiled) for use in found}
+
+    assert uses(fn, IDS) == uses(fn, ids=IDS) == uses(lambda e: fn(e, IDS)) == {("take", (-2,), (-1,))}
+
+
 # --- what is no look-up ---
 
 

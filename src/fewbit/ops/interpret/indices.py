@@ -21,7 +21,7 @@ class Fact:
     """What is known about one value.
 
     Attributes:
-        is_counted: whether it depends on no input: a constant, a loop counter, an iota.
+        is_counted: whether it depends on no input or array: a number in the code, a loop counter, an iota.
         iota: the axes along which it is an iota.
         one_hot: the axes along which one element is true (1) and all others false (0): a comparison with an iota.
     """

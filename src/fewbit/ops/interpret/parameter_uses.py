@@ -208,15 +208,14 @@ def parameter_uses(traced: Traced, params: PyTree) -> Uses:
     Only shapes and dtypes matter. The body of a loop counts once.
 
     Args:
-        traced: the function of `params` and other arguments. Keyword arguments count as constants.
+        traced: the function of `params` and other arguments. An array that it closes over is an input like its arguments.
         params: the tree of parameters with which it was traced.
     """
     leaves = array_paths(params)
     parameters = [_Value(_Traced.whole(path, leaf.shape, leaf.dtype.name)) for path, leaf in leaves.items()]
-    inputs = [_Value()] * (traced.positional - traced.first)
-    constants = [_Value(fact=CONSTANT)] * (len(traced.closed.jaxpr.invars) - traced.positional)
+    inputs = [_Value()] * (len(traced.closed.jaxpr.invars) - len(parameters))
     found = _Found()
-    _follow(traced.closed.jaxpr, [*parameters, *inputs, *constants], found, _Scope())
+    _follow(traced.closed.jaxpr, [*parameters, *inputs], found, _Scope())
     uses: dict[Path, dict[Use, None]] = {path: {} for path in leaves}
     for path, use in found.uses:
         uses[path][use] = None
@@ -235,7 +234,7 @@ def _follow(jaxpr: jex_core.Jaxpr, values: Sequence[_Value], found: _Found, scop
     def read(atom: Atom) -> _Value:
         if isinstance(atom, jex_core.Literal):
             return _Value(fact=CONSTANT)
-        return env.get(atom, _Value(fact=CONSTANT))
+        return env.get(atom, _Value())  # a constant that is an array, such as token ids that a closure passes
 
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]

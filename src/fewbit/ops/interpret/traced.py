@@ -27,13 +27,11 @@ class Traced:
     Attributes:
         closed: the jaxpr. Its inputs are the array leaves of the arguments, in order; a proxy is one leaf.
         first: how many inputs are leaves of the first argument, a model's parameters.
-        positional: how many are leaves of `args`; the others are leaves of `kwargs`.
         out_tree: the structure of the results.
     """
 
     closed: jex_core.ClosedJaxpr
     first: int
-    positional: int
     out_tree: Any
 
     @classmethod
@@ -47,8 +45,7 @@ class Traced:
         """
         leaves, treedef = jax.tree.flatten((args, dict(kwargs)), is_leaf=is_proxy)
         places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-        of_args = treedef.children()[0]
-        ends = (of_args.children()[0].num_leaves if args else 0), of_args.num_leaves
+        end = treedef.children()[0].children()[0].num_leaves if args else 0
         out_tree = None
 
         def flat(*arrays: PyTree) -> list[Any]:
@@ -64,8 +61,7 @@ class Traced:
         if getattr(jax.config, "jax_disable_jit", False):  # there loops would be traced iteration by iteration
             trace = jax.disable_jit(False)(trace)
         closed = trace(*map(abstract, [leaves[place] for place in places]))
-        first, positional = (bisect.bisect_left(places, end) for end in ends)
-        return cls(closed, first, positional, out_tree)
+        return cls(closed, bisect.bisect_left(places, end), out_tree)
 
 
 def array_leaves(tree: PyTree) -> list[Any]:
