@@ -8,6 +8,7 @@ import pytest
 from fewbit import QuantError, UnsupportedError
 from fewbit.io.gguf.architectures import ARCHITECTURES
 from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
+from fewbit.models import config_from_hf
 from tests.io.gguf.families import COMMON, FAMILIES, LLAMA3_ROPE, YARN
 from tests.models.families.test_family import DEEPSEEK_V3
 
@@ -132,6 +133,8 @@ def test_the_factors_of_llama_3():
         ("gemma2", {"layer_types": ["full_attention"] * 2}, "its own pattern of sliding windows for gemma2"),
         ("gemma2", {"final_logit_softcapping": None}, "always caps the logits of gemma2"),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, "rotates all but every fourth layer"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}, "no_rope_layer_interval is 3"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 3}, "every 6th layer of gemma3"),
         ("gpt-oss", {"swiglu_limit": 5.0}, "only with swiglu_limit 7.0"),
         (
             "llama",
@@ -156,6 +159,18 @@ def test_what_llama_cpp_cannot_run_is_refused(name, changed, message):
     config = config_of(name, **changed)
     with pytest.raises(UnsupportedError, match=message):
         architecture_fields(architecture_of(config), config)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "smollm3", "gpt-oss", "llama", "qwen3", "olmo2", "granite", "gemma3"])
+def test_a_rotary_embedding_that_config_json_omits_is_that_of_the_family(name):
+    keys = ("rope_theta", "rope_parameters", "rope_scaling")
+    config = {key: value for key, value in config_of(name).items() if key not in keys}
+    expected, found = config_from_hf(config), architecture_fields(architecture_of(config), config)
+    rope = {key.split(".rope.")[1]: value for key, value in found.items() if ".rope." in key}
+    assert rope["freq_base"] == expected.rope_theta
+    assert rope.get("scaling.type") == (None if expected.rope_scaling is None else "yarn")
+    if expected.rope_scaling is not None:
+        assert rope["scaling.factor"] == expected.rope_scaling.factor
 
 
 @pytest.mark.parametrize(

@@ -150,5 +150,5 @@ def test_an_orbax_checkpoint_is_replaced(tmp_path):
     for _ in range(2):
         workflows.quantize(model, plan, tmp_path / "out", to="orbax", overwrite=True)
     (tmp_path / "out" / "mine.txt").write_text("")
-    with pytest.raises(QuantError, match="mine.txt"):
+    with pytest.raises(QuantError, match=r"mine\.txt"):
         workflows.quantize(model, plan, tmp_path / "out", to="orbax", overwrite=True)

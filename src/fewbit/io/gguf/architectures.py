@@ -71,6 +71,13 @@ _GELU = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)
 _NO_WINDOW = {"use_sliding_window": (False,)}
 _EVERY_LAYER = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
 _TIED = {"tie_word_embeddings": True}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+}
 
 _DEEPSEEK = Architecture(
     "deepseek2",
@@ -99,7 +106,7 @@ _LLAMA = Architecture(
 ARCHITECTURES = {
     "llama": _LLAMA,
     "mistral": dataclasses.replace(_LLAMA, defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8}),
-    "mixtral": dataclasses.replace(_LLAMA, defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8}),
+    "mixtral": dataclasses.replace(_LLAMA, defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6}),
     "qwen2": Architecture("qwen2", assumed={**_SILU, **_NO_WINDOW}),
     "qwen3": Architecture(
         "qwen3",
@@ -148,6 +155,7 @@ ARCHITECTURES = {
             "rms_norm_eps": 1e-6,
             "query_pre_attn_scalar": 256,
             "sliding_window": 4096,
+            "sliding_window_pattern": 6,
             "max_position_embeddings": 131072,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
@@ -162,7 +170,7 @@ ARCHITECTURES = {
         "smollm3",
         is_permuted=True,
         has_rope_factors=True,
-        defaults=_TIED,
+        defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4, **_TIED},
         assumed={**_SILU, **_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)},
     ),
     "granite": Architecture(
@@ -184,7 +192,7 @@ ARCHITECTURES = {
         (*_HEAD, *_EXPERTS, ("expert_feed_forward_length", int, ("intermediate_size",)), _WINDOW),
         has_interleaved_experts=True,
         window_pattern=2,
-        defaults={"head_dim": 64, "sliding_window": 128},
+        defaults={"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rope_scaling": _GPT_OSS_ROPE},
         assumed={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
     ),
     "deepseek_v2": dataclasses.replace(

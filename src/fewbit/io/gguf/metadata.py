@@ -168,8 +168,17 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         expected = [step == 0 or (i + 1) % step == 0 for i in range(len(full))]
         if full != expected:
             raise UnsupportedError(f"llama.cpp has its own pattern of sliding windows for {name}; layer_types is another")
+    elif config.get("sliding_window_pattern") not in (None, step):
+        raise UnsupportedError(
+            f"every {step}th layer of {name} has no sliding window in llama.cpp; sliding_window_pattern is "
+            f"{config['sliding_window_pattern']}"
+        )
     if name == "smollm3":
-        rotated = config.get("no_rope_layers") or []
+        rotated, interval = config.get("no_rope_layers") or [], config.get("no_rope_layer_interval")
+        if not rotated and interval != _NO_ROPE_STEP:
+            raise UnsupportedError(
+                f"llama.cpp rotates all but every fourth layer of smollm3; no_rope_layer_interval is {interval}"
+            )
         if [bool(r) for r in rotated] != [bool((i + 1) % _NO_ROPE_STEP) for i in range(len(rotated))]:
             raise UnsupportedError("llama.cpp rotates all but every fourth layer of smollm3; no_rope_layers is another")
     if name == "gemma2":
@@ -192,7 +201,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     given = given.get("full_attention", given)
     converted(given, _Rope, "the rope parameters of config.json")
-    theta = config.get("rope_theta", 10000.0)
+    theta = config.get("rope_theta") or 10000.0
     original = {}
     if config.get("original_max_position_embeddings") is not None:
         original["original_max_position_embeddings"] = config["original_max_position_embeddings"]
