@@ -20,7 +20,7 @@ from fewbit.models import (
     paths_of_params,
     shapes,
 )
-from fewbit.models.rope_scaling import Yarn
+from fewbit.models.rope_scaling import Linear, Yarn
 from tests.nets.families import CASES
 from tests.nets.random_decoder import random_params, random_tokens
 
@@ -70,10 +70,49 @@ def test_scaled_rotary_embedding():
     assert (factors.short, factors.long, factors.gain) == ((1.0, 8.0), (1.0, 8.0), 1.0)
 
 
-def test_gemma_2_has_the_soft_caps_of_llama_cpp_where_the_file_has_none():
-    fields = {key.replace("llama", "gemma2"): value for key, value in GGUF_FIELDS.items()}
-    config = config_from_gguf({**fields, "general.architecture": "gemma2"}, [])
+@pytest.mark.parametrize("key", ["scale_linear", "scaling.factor"])
+def test_a_factor_without_a_type_is_linear(key: str):
+    assert config_from_gguf({**GGUF_FIELDS, f"llama.rope.{key}": 4.0}, []).rope_scaling == Linear(4.0)
+    unscaled = {f"llama.rope.{key}": 4.0, "llama.rope.scaling.type": "none"}
+    assert config_from_gguf({**GGUF_FIELDS, **unscaled}, []).rope_scaling is None
+
+
+def of_architecture(name: str, **fields: Any) -> dict[str, Any]:
+    """`GGUF_FIELDS` of another architecture, with further fields."""
+    found = {key.replace("llama", name): value for key, value in GGUF_FIELDS.items()}
+    return {**found, "general.architecture": name, **{f"{name}.{key}": value for key, value in fields.items()}}
+
+
+def test_gemma_2_has_the_soft_caps_and_the_window_of_llama_cpp_where_the_file_has_none():
+    config = config_from_gguf(of_architecture("gemma2"), [])
     assert (config.attention_cap, config.logit_cap) == (50.0, 30.0)
+    assert (config.window, config.window_layers) == (4096, (0,))
+
+
+def test_olmo_3_has_windows_and_scaled_frequencies_only_outside_them():
+    yarn = {"type": "yarn", "factor": 8.0, "original_context_length": 16}
+    yarn["attn_factor"] = 1.2079441541679836  # as llama.cpp's converter wrote it
+    fields = {"block_count": 8, "attention.sliding_window": 6}
+    fields |= {f"rope.scaling.{key}": value for key, value in yarn.items()}
+    config = config_from_gguf(of_architecture("olmo2", **fields), [])
+    assert (config.window, config.window_layers) == (6, (0, 1, 2, 4, 5, 6))
+    assert (config.rope_scaling, config.window_rope_theta) == (Yarn(8.0, 16), 500.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [(3, (0, 1, 3)), (1, None), ([True, False, False, True], (0, 3)), ([False] * 4, None), ([True] * 4, ())],
+)
+def test_the_pattern_of_windows_is_that_of_the_file(pattern: int | list[bool], layers: tuple[int, ...] | None):
+    fields = {"block_count": 4, "attention.sliding_window": 6, "attention.sliding_window_pattern": pattern}
+    config = config_from_gguf(of_architecture("gemma3", **fields), [])
+    assert (config.window, config.window_layers) == ((6, layers) if layers is not None else (0, ()))
+
+
+def test_a_pattern_of_windows_has_every_layer():
+    fields = {"attention.sliding_window": 6, "attention.sliding_window_pattern": [True]}
+    with pytest.raises(QuantError, match="'sliding_window_pattern' of 1 layers; expected 2"):
+        config_from_gguf(of_architecture("gemma3", **fields), [])
 
 
 @pytest.mark.parametrize(
@@ -81,10 +120,14 @@ def test_gemma_2_has_the_soft_caps_of_llama_cpp_where_the_file_has_none():
     [
         ({"general.architecture": "gemma4"}, "architecture is 'gemma4', which the decoder cannot run; did you mean 'gemma"),
         ({"llama.rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type = 'su'; supported is 'none' or 'linear'"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.attn_factor": 0.5},
+            r"llama\.rope\.scaling\.attn_factor = 0\.5 of YaRN; supported is 1\.0",
+        ),
         ({"llama.attention.value_length": 2}, r"llama\.attention\.value_length = 2; supported is 4"),
         ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"has experts, but the file has no 'blk\.0\.ffn_down"),
     ],
-    ids=["architecture", "scaled", "values", "experts"],
+    ids=["architecture", "scaled", "gain", "values", "experts"],
 )
 def test_gguf_refuses(change: dict[str, Any], message: str):
     with pytest.raises(UnsupportedError, match=message):
@@ -105,6 +148,8 @@ def test_missing_keys_are_named():
         config_from_gguf({**GGUF_FIELDS, "llama.rope.scaling.type": "linear"}, [])
     with pytest.raises(QuantError, match=r"lacks the field 'llama\.expert_used_count'"):
         config_from_gguf({**GGUF_FIELDS, "llama.expert_count": 2}, [])
+    with pytest.raises(QuantError, match=r"lacks the field 'gpt-oss\.attention\.sliding_window'"):
+        config_from_gguf(of_architecture("gpt-oss"), [])
 
 
 IN_GGUF = [model_type for model_type, family in FAMILIES.items() if family.gguf]

@@ -1,6 +1,7 @@
 """The configuration of a GGUF file of each architecture."""
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -119,8 +120,9 @@ class _Gguf(msgspec.Struct):
     rope_theta: Number = 10_000.0
     window_rope_theta: Number = 10_000.0
     rotary_dim: Positive | None = None
-    scaling: str = "none"
+    scaling: str | None = None
     scaling_factor: Number | None = None
+    old_scaling_factor: Number | None = None
     original_context: Positive | None = None
     attention_factor: Number | None = None
     beta_fast: Number = 32.0
@@ -143,7 +145,8 @@ class _Gguf(msgspec.Struct):
     split_key_length: Positive | None = None
     split_value_length: Positive | None = None
     temperature_scale: float = 0.0
-    window: Count = 0
+    window: Count | None = None
+    window_pattern: Positive | list[bool] | None = None
     attention_cap: float = 0.0
     logit_cap: float = 0.0
     attention_scale: float = 0.0
@@ -169,6 +172,7 @@ _KEYS = {
     "rotary_dim": "rope.dimension_count",
     "scaling": "rope.scaling.type",
     "scaling_factor": "rope.scaling.factor",
+    "old_scaling_factor": "rope.scale_linear",
     "original_context": "rope.scaling.original_context_length",
     "attention_factor": "rope.scaling.attn_factor",
     "beta_fast": "rope.scaling.yarn_beta_fast",
@@ -191,6 +195,7 @@ _KEYS = {
     "split_value_length": "attention.value_length_mla",
     "temperature_scale": "attention.temperature_scale",
     "window": "attention.sliding_window",
+    "window_pattern": "attention.sliding_window_pattern",
     "attention_cap": "attn_logit_softcapping",
     "logit_cap": "final_logit_softcapping",
     "attention_scale": "attention.scale",
@@ -213,7 +218,7 @@ def _schema(architecture: str) -> Any:
 
 
 def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | None:
-    """The scaling of rotary frequencies."""
+    """The scaling of rotary frequencies. A factor without a type is linear, as in llama.cpp."""
     original = found.original_context or found.context
     if "rope_freqs.weight" in names:
         factors = _factors(names, "rope_freqs.weight")
@@ -221,17 +226,23 @@ def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | N
     if "rope_factors_long.weight" in names:
         short, long = (_factors(names, f"rope_factors_{length}.weight") for length in ("short", "long"))
         return LongRope(short, long, original, found.attention_factor or 1.0)
-    key = f"{architecture}.rope.scaling.type"
-    refuse_unless(found.scaling, ("none", "linear", "yarn"), key, _WHERE)
-    if found.scaling == "none":
+    key, factor = f"{architecture}.rope.scaling.type", found.scaling_factor or found.old_scaling_factor
+    kind = found.scaling or ("none" if factor is None else "linear")
+    refuse_unless(kind, ("none", "linear", "yarn"), key, _WHERE)
+    if kind == "none":
         return None
-    if found.scaling_factor is None:
-        raise QuantError(f"{_WHERE} has {key} = {found.scaling!r}, but no '{architecture}.rope.scaling.factor'")
-    if found.scaling == "linear":
-        return Linear(found.scaling_factor)
+    if factor is None:
+        raise QuantError(f"{_WHERE} has {key} = {kind!r}, but no '{architecture}.rope.scaling.factor'")
+    if kind == "linear":
+        return Linear(factor)
+    # 1 is llama.cpp's default, and converters of OLMo 3 write YaRN's own gain.
+    if not any(math.isclose(found.attention_factor or 1.0, known, rel_tol=1e-5) for known in (1.0, yarn_gain(factor))):
+        raise UnsupportedError(
+            f"{_WHERE} has {architecture}.rope.scaling.attn_factor = {found.attention_factor!r} of YaRN; supported is 1.0"
+        )
     truncate = architecture != "gpt-oss"  # which was trained without rounding the ends of the ramp
     gain = 1.0 if found.yarn_log_multiplier else 0.0
-    return Yarn(found.scaling_factor, original, found.beta_fast, found.beta_slow, truncate, gain)
+    return Yarn(factor, original, found.beta_fast, found.beta_slow, truncate, gain)
 
 
 def _factors(names: Tensors, name: str) -> tuple[float, ...]:
@@ -310,11 +321,13 @@ def _qwen3(found: _Gguf) -> dict[str, Any]:
 
 
 def _olmo2(found: _Gguf) -> dict[str, Any]:
-    return {"norms": "post", "qk_norm": "projection"}
+    """OLMo 2, and OLMo 3, which has windows. Rotary frequencies are not scaled in the layers that have them."""
+    fields = {"norms": "post", "qk_norm": "projection", **_windows(found, 4)}
+    return fields | {"window_rope_theta": found.rope_theta if found.window else 0.0}
 
 
 def _phi3(found: _Gguf) -> dict[str, Any]:
-    return {"fused": True, "window": found.window}
+    return {"fused": True, "window": found.window or 0}
 
 
 def _gemma(found: _Gguf, largest: int) -> dict[str, Any]:
@@ -327,13 +340,14 @@ def _gemma(found: _Gguf, largest: int) -> dict[str, Any]:
         "norms": "sandwich",
         "attention_scale": head_dim**-0.5,
         "embed_scale": found.width**0.5,
-        "window": found.window,
         "logit_cap": found.logit_cap,
     }
 
 
 def _gemma2(found: _Gguf) -> dict[str, Any]:
-    caps = {"attention_cap": found.attention_cap or 50.0, "logit_cap": found.logit_cap or 30.0}  # llama.cpp's defaults
+    if found.window is None:
+        found = msgspec.structs.replace(found, window=4096)  # llama.cpp's default, as those of the caps
+    caps = {"attention_cap": found.attention_cap or 50.0, "logit_cap": found.logit_cap or 30.0}
     return {**_gemma(found, 46), **_windows(found, 2), **caps}
 
 
@@ -342,6 +356,8 @@ def _gemma3(found: _Gguf) -> dict[str, Any]:
 
 
 def _gpt_oss(found: _Gguf) -> dict[str, Any]:
+    if found.window is None:
+        raise QuantError(f"{_WHERE} lacks the field 'gpt-oss.attention.sliding_window'")
     return {"sinks": True, "activation": "clamped_swiglu", **_windows(found, 2)}
 
 
@@ -370,14 +386,22 @@ def _deepseek2(found: _Gguf) -> dict[str, Any]:
     all_dims = round(found.yarn_log_multiplier / 0.1, 6)
     if not all_dims:
         raise UnsupportedError(f"{_WHERE} has deepseek2.rope.scaling.type = 'yarn', but no 'yarn_log_multiplier'")
-    return fields | {"attention_scale": head_dim**-0.5 * yarn_gain(found.scaling_factor or 1.0, all_dims) ** 2}
+    gain = yarn_gain(found.scaling_factor or found.old_scaling_factor or 1.0, all_dims)
+    return fields | {"attention_scale": head_dim**-0.5 * gain**2}
 
 
 def _windows(found: _Gguf, period: int) -> dict[str, Any]:
-    """All layers but each `period`-th have the sliding window."""
+    """The layers with the sliding window: those of the file's pattern, or all but each `period`-th."""
     if not found.window:
-        return {"window": 0}
-    layers = tuple(i for i in range(found.layers) if (i + 1) % period)
+        return {}
+    pattern = found.window_pattern or period
+    if isinstance(pattern, int):
+        pattern = [bool((i + 1) % pattern) for i in range(found.layers)]
+    if len(pattern) != found.layers:
+        raise QuantError(f"{_WHERE} has a 'sliding_window_pattern' of {len(pattern)} layers; expected {found.layers}")
+    layers = tuple(i for i, has_window in enumerate(pattern) if has_window)
+    if not layers:
+        return {}
     return {"window": found.window, "window_layers": layers if len(layers) < found.layers else ()}
 
 
