@@ -13,8 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from ..array import scheme as as_scheme
-from ..array.scales.calibration import Target, Tiles, symmetric_or_range
-from ..array.scales.mx import MX
+from ..array.scales.calibration import Target, symmetric_or_range
 from ..array.scales.store import ScaleStore
 from ..array.scheme import Scheme
 from ..errors import QuantError
@@ -124,7 +123,7 @@ class RangeState:
         """The scale that maps the range onto the codes of a scheme, and the offset.
 
         Both go to `fb.quantize` and `fb.fake_quant` as `scale=` and `offset=`. Power-of-two scales are rounded up, so that
-        nothing in the range saturates. A range of zero gives scale 0, which quantizes to zeros.
+        nothing in the range saturates. A range of zero gives scale 0, in place of which `fb.quantize` takes 1.
 
         Args:
             scheme: a Scheme, or anything that `fb.scheme` takes; ranges on axes need tiles of 1 there.
@@ -142,10 +141,7 @@ class RangeState:
         if isinstance(holder, Scheme):
             holder = np.dtype(np.float32)
         target = Target(bound.format, ScaleStore(holder), bound.zero_holder)  # type: ignore[arg-type]
-        if target.store.is_power_of_two:
-            scale, offset = MX("rceil").scale(Tiles(jnp.maximum(-self.low, self.high), ()), target)
-        else:
-            scale, offset = symmetric_or_range(jnp.minimum(self.low, 0.0), jnp.maximum(self.high, 0.0), target)
+        scale, offset = symmetric_or_range(jnp.minimum(self.low, 0.0), jnp.maximum(self.high, 0.0), target)
         return jnp.where(with_unit_axes(self.count, scale) > 0, scale, jnp.nan), offset
 
     def _check_seen(self) -> None:

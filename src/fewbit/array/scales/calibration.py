@@ -254,19 +254,21 @@ def symmetric_or_range(low: jax.Array, high: jax.Array, target: Target) -> Scale
     """The scale (and offset) that maps the range `low .. high` to the codes of the target.
 
     Symmetric: `max(-low, high) / bound`. Asymmetric: `(high - low) / (max - min)`, with the offset `low - min * scale`, the
-    value of code 0. A range wider than float32 is computed in halves, and limited as `limits` describes. A float offset of
-    zero is +0.
+    value of code 0. Where only powers of two are stored (E8M0), the scale is rounded up to one, so that nothing in the range
+    saturates. A range wider than float32 is computed in halves, and limited as `limits` describes. A float offset of zero is
+    +0.
     """
     fmt = target.format
     has_offset = target.asymmetric and not isinstance(target.zero, AbstractFormat)
     end = jnp.float32(OFFSET_END if has_offset else LARGEST)
     low, high = jnp.maximum(low, -end), jnp.minimum(high, end)
     if not target.asymmetric:
-        return quotient(jnp.maximum(-low, high), jnp.float32(fmt.bound)), None
+        return target.store.covering(quotient(jnp.maximum(-low, high), jnp.float32(fmt.bound))), None
     codes, step = jnp.float32(fmt.max - fmt.min), jnp.float32(largest_step(fmt))
     is_whole = high - low <= LARGEST
     half = quotient(high * jnp.float32(0.5) - low * jnp.float32(0.5), codes * jnp.float32(0.5))
     scale = jnp.where(is_whole, quotient(jnp.where(is_whole, high - low, jnp.zeros_like(low)), codes), half)
+    scale = target.store.covering(scale)
     fitting = jnp.minimum(scale, step)
     if not has_offset:
         scale = jnp.where(is_whole, fitting, scale)

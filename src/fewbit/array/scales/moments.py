@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from ...formats.format import power_of_two
+from ...formats.format import power_of_two, quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, check_positive, symmetric_or_range
 
 
@@ -50,6 +50,8 @@ class AbsMean(AbstractCalibration):
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         high = tiles.mean(jnp.abs(tiles.x), tiles.exponent) * self.factor
+        if not target.asymmetric:  # no range to cover: a power of two is the nearest
+            return quotient(high, jnp.float32(target.format.bound)), None
         return symmetric_or_range(-high, high, target)
 
 

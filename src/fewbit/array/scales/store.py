@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...formats.format import AbstractFormat, looked_up, quotient
+from ...formats.format import AbstractFormat, exponent_of, looked_up, power_of_two, quotient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,20 @@ class ScaleStore:
     def snapped(self, scale: jax.Array) -> jax.Array:
         """Each scale rounded to a storable one."""
         return self.loaded(self.stored(scale))
+
+    def covering(self, scale: jax.Array) -> jax.Array:
+        """Each positive scale, rounded up to the next power of two if only these can be stored.
+
+        Rounded to nearest, as other scales are, it could be a third too small for the range that it is to cover.
+        """
+        if not self.is_power_of_two:
+            return scale
+        ideal = scale if self.unit is None else quotient(scale, self.unit)
+        mantissa = jax.lax.bitcast_convert_type(ideal, jnp.int32) & 0x7FFFFF
+        power = power_of_two(jnp.clip(exponent_of(ideal) + (mantissa > 0).astype(jnp.int32), -126, 127))
+        if self.unit is not None:
+            power = power * self.unit
+        return jnp.where(jnp.isfinite(scale) & (scale > 0), power, scale)
 
     @property
     def is_power_of_two(self) -> bool:

@@ -8,13 +8,17 @@ A calibration that clips on purpose (`fixed`, `percentile`, `absmax,0.9`, ...) k
 rounding to nearest covers. Elements beyond that range saturate.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...errors import UnsupportedError
 from ...formats.format import AbstractFormat, quotient
 from .calibration import AbstractCalibration, Scale, Target, Tiles
 from .search.candidates import numbers_of
+from .store import ScaleStore
 
 
 def unsaturated(tiles: Tiles, target: Target, calibration: AbstractCalibration) -> Scale:
@@ -40,6 +44,8 @@ def unsaturated(tiles: Tiles, target: Target, calibration: AbstractCalibration) 
     >>> unsaturated(tile, target, AbsMax())[0].item()
     1.0
     """
+    # The scale of the calibration is needed before it is rounded.
+    target = dataclasses.replace(target, store=ScaleStore(np.dtype(np.float32)))
     if target.asymmetric:
         return _asymmetric(tiles, target, calibration)
     low, high = _ends(tiles)
