@@ -43,8 +43,13 @@ def test_joined_matrices_compute_what_their_parts_do():
 
 @pytest.mark.parametrize(
     "schemes",
-    [{}, ALIKE | {"v": "int8", "up": "int8"}, dict.fromkeys(ALIKE, fb.scheme("int8").along(0, 2))],
-    ids=["floating", "unlike", "one scale for many rows"],
+    [
+        {},
+        ALIKE | {"v": "int8", "up": "int8"},
+        dict.fromkeys(ALIKE, fb.scheme("int8").along(0, 2)),
+        dict.fromkeys(ALIKE, fb.scheme("nf4_dq")),
+    ],
+    ids=["floating", "unlike", "one scale for many rows", "scales that are quantized"],
 )
 def test_other_matrices_stay_as_they_are(schemes):
     params = quantized(schemes)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..array.qarray import QArray, is_qarray
+from ..array.scheme import Scheme
 
 Params: TypeAlias = dict[str, Any]
 
@@ -95,5 +96,8 @@ def _can_join(weights: list[Any]) -> bool:
     """Whether weights have the same scheme and K, and independent rows. No row may share scales or bytes with another."""
     if not all(isinstance(q, QArray) and q.ndim == 2 and q.tensor_scale is None for q in weights):
         return False
+    scheme = weights[0].scheme
+    if isinstance(scheme.scale, Scheme):  # several rows share the scales of their scales
+        return False
     same = len({(jax.tree.structure(q), q.shape[1]) for q in weights}) == 1
-    return same and weights[0].scheme.tiles(2)[0] == 1 and weights[0].scheme.pack_axis == -1
+    return same and scheme.tiles(2)[0] == 1 and scheme.pack_axis == -1
