@@ -92,6 +92,29 @@ def test_what_was_trained_is_what_is_served(scheme):
     assert np.array_equal(served, trained)
 
 
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("int4_g8", "int8"), (fb.Policy("int4_g8", "int8"), fb.Policy("int8", "int8")), ("int4_g8", fb.Policy("int8", "int8"))],
+    ids=["weight-only", "activations", "one with activations"],
+)
+def test_both_parameters_of_a_product_are_trained_as_they_are_served(left, right):
+    def fn(w, x):
+        return x @ (w["in"] @ w["out"])
+
+    two = fb.Recipe((fb.Rule("in", left), fb.Rule("out", right)))
+    w = {"in": normal(16, 8), "out": normal(8, 16)}
+    served = fb.transparent(fn)(fb.quantize_params(w, fb.plan(fn, w, X, recipe=two)), X)
+    np.testing.assert_allclose(fb.train(fn, two)(w, X), served, rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda w: jnp.sum(fb.train(fn, two)(w, X)))(w)
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(gradient))
+
+
+def test_parameters_of_a_product_with_policies_of_different_gradients_are_refused_by_path():
+    two = fb.Recipe((fb.Rule("in", fb.Policy("int8", "int8")), fb.Rule("out", fb.Policy("int8", "int8", dlhs="int8"))))
+    with pytest.raises(fb.QuantError, match=r"different policies: out \(int8 x int8, gradient int8\) and in \("):
+        fb.train(lambda w, x: x @ (w["in"] @ w["out"].T), two)(PARAMS, X)
+
+
 def test_a_stacked_model_is_served_as_it_was_trained():
     w = {"stack": normal(3, 16, 16)}
     policy = fb.Policy("int4_g8", "int8")

@@ -166,13 +166,13 @@ def quantized_product(
     """
 
     def entering(
-        lhs: ArrayOrQArray, rhs: ArrayOrQArray, scales: StepScales | None, prequantized: QArray | None
+        lhs: ArrayOrQArray, rhs: ArrayOrQArray, scales: StepScales | None, prequantized: tuple[QArray | None, QArray | None]
     ) -> tuple[ArrayOrQArray, ArrayOrQArray]:
-        left, right = _entering(bilinear, config, lhs, True, scales), _entering(bilinear, config, rhs, False, scales)
-        if prequantized is not None and config.weight_is_left:
-            left = prequantized
-        elif prequantized is not None:
-            right = prequantized
+        left, right = prequantized
+        if left is None:
+            left = _entering(bilinear, config, lhs, True, scales)
+        if right is None:
+            right = _entering(bilinear, config, rhs, False, scales)
         return left, right
 
     @jax.custom_vjp
@@ -258,9 +258,9 @@ def _residual(config: ProductConfig, x: ArrayOrQArray, entered: ArrayOrQArray, i
 
     That is for the gradient of the other operand, and the mask of this one's own gradient.
     """
-    scheme, passes = config.scheme(is_left), None
-    clips = config.policy.clips_gradient and scheme is not None and scheme.calibration.clips
-    if clips and not isinstance(x, QArray) and isinstance(entered, QArray):
+    passes = None
+    is_quantized_here = isinstance(entered, QArray) and not isinstance(x, QArray)
+    if is_quantized_here and config.policy.clips_gradient and entered.scheme.calibration.clips:
         passes = is_covered(x, entered)
     if config.arm(not is_left).operand == "forward":
         return Residual(entered, None, passes, _form(x))

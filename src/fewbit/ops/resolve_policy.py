@@ -14,6 +14,7 @@ from ..errors import QuantError, UnsupportedError
 from .policy import FLOAT, Arm, Policy
 from .qat.delayed_scales import StepScales, widest
 from .qat.latent import Label, Latent, is_latent, plain
+from .qat.serving_quantize import quantized_latent
 from .qat.serving_tiles import ServingTiles
 
 
@@ -26,7 +27,7 @@ class ProductConfig:
         weight_is_left: whether the left operand is the weight.
         scales: the scales from earlier steps, for a policy with delayed scaling; else None.
         served: the weight's tiles at serving time; None: those of its scheme along the contraction axes.
-        prequantized: the weight quantized as at serving time, where tiles cannot describe it; else None.
+        prequantized: the left and the right operand quantized as at serving time; None for one that this config quantizes.
         label: the weight's path in the parameters; empty where it has none.
     """
 
@@ -34,7 +35,7 @@ class ProductConfig:
     weight_is_left: bool = False
     scales: StepScales | None = None
     served: ServingTiles | None = None
-    prequantized: Any = None
+    prequantized: tuple[QArray | None, QArray | None] = (None, None)
     label: Label = Label()
 
     def scheme(self, is_left: bool) -> Scheme | None:
@@ -73,23 +74,24 @@ def resolved(
         The left operand, the right one, the config (None where no policy changes the product or its gradients), and the key.
 
     Raises:
-        QuantError: when operands carry different policies and none is given, or `policy` is not a Policy; for a QArray whose
-            leaves do not fit its scheme.
+        QuantError: when operands carry policies that differ in more than the weight's scheme and none is given, or `policy` is
+            not a Policy; for a QArray whose leaves do not fit its scheme.
         UnsupportedError: for a policy with delayed scaling whose weight carries no scales of earlier steps.
     """
     refuse_unless_policy(policy)
+    given, weight_is_left = policy, _has_left_weight(lhs, rhs)
+    weight, other = (lhs, rhs) if weight_is_left else (rhs, lhs)
     if policy is None:
-        policy = _carried_policy(lhs, rhs)
+        policy = _carried_policy(weight, other)
     if key is None:
         key = next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
-    weight_is_left = _has_left_weight(lhs, rhs)
-    weight = lhs if weight_is_left else rhs
     left, right = operand(plain(lhs), "lhs"), operand(plain(rhs), "rhs")
     if policy is None or not _is_needed(policy, left, right):
         return left, right, None, key
-    scales, served, prequantized, label = None, None, None, Label()
+    prequantized = _prequantized(lhs, weight, policy, given), _prequantized(rhs, weight, policy, given)
+    scales, served, label = None, None, Label()
     if is_latent(weight):
-        prequantized, label = weight.prequantized, weight.label
+        label = weight.label
         if weight.served is not None:
             served = weight.served.on_last(weight.ndim)
         if policy.delayed is not None and weight.scales is not None:
@@ -129,9 +131,36 @@ def _has_left_weight(lhs: object, rhs: object) -> bool:
     return is_qarray(lhs) and not is_qarray(rhs)
 
 
-def _carried_policy(lhs: object, rhs: object) -> Policy | None:
-    """The policy that the operands carry."""
-    carried = {x.policy for x in (lhs, rhs) if isinstance(x, QArray | Latent) and isinstance(x.policy, Policy)}
-    if len(carried) > 1:
-        raise QuantError(f"the operands carry different policies ({', '.join(sorted(map(str, carried)))}); pass policy=")
-    return next(iter(carried), None)
+def _prequantized(x: object, weight: object, policy: Policy, given: Policy | None) -> QArray | None:
+    """A trained parameter quantized as at serving, where the product does not quantize it as its weight; else None.
+
+    That is the left one of two, and one whose own policy is not the product's.
+    """
+    if not is_latent(x):
+        return None
+    if x is weight and policy in (x.policy, given):
+        return x.prequantized
+    return quantized_latent(x)
+
+
+def _carried_policy(weight: object, other: object) -> Policy | None:
+    """The policy that the operands carry.
+
+    Of two it is that of the weight, or the one that is not weight-only. The weight's schemes may differ: the other operand is
+    quantized already, or a parameter that its own scheme quantizes.
+    """
+    carriers = [x for x in (weight, other) if isinstance(x, QArray | Latent) and isinstance(x.policy, Policy)]
+    policies = [x.policy for x in carriers]
+    if len(set(policies)) > 1:
+        policies = [policy for policy in policies if not policy.is_weight_only] or policies
+        if len({_apart_from_weight(policy) for policy in policies}) > 1:
+            shown = " and ".join(f"{x.label} ({x.policy})" if is_latent(x) else str(x.policy) for x in carriers)
+            raise QuantError(
+                f"the operands carry different policies: {shown}; pass policy=, or give both the same apart from the weight's scheme"
+            )
+    return next(iter(policies), None)
+
+
+def _apart_from_weight(policy: Policy) -> tuple[Any, ...]:
+    """The fields of a policy but `weight`."""
+    return tuple(getattr(policy, field.name) for field in dataclasses.fields(policy) if field.name != "weight")
