@@ -40,7 +40,32 @@ def test_chat_skips_what_is_code_in_the_template():
     assert chat_text("hi", "".join(parts[:2])) == user
 
 
-@pytest.mark.parametrize("template", [None, "[INST] {{ content }} [/INST]"], ids=["none", "other"])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            CHATML + "{{- '<|im_start|>assistant\\n<think>\\n' }}",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n hi <|im_end|>\n<|im_start|>assistant\n<think>\n",
+        ),
+        (
+            "{{'<|im_start|>' + role + '\n' + message['content'] | trim + '<|im_end|>\n'}}",
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "{# <|im_start|>system\nold<|im_end|> #}{{'<|im_start|>' + role + '\n' + content + '<|im_end|>\n'}}",
+            "<|im_start|>user\n hi <|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+    ids=["thought", "trimmed", "comment"],
+)
+def test_chat_follows_the_template(template: str, expected: str):
+    assert chat_text(" hi ", template) == expected
+
+
+PHI_4 = "{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}"
+
+
+@pytest.mark.parametrize("template", [None, "[INST] {{ content }} [/INST]", PHI_4], ids=["none", "other", "phi-4"])
 def test_chat_refuses_what_it_cannot_write(template: str | None):
     with pytest.raises(UnsupportedError, match=r"the checkpoint has .*chat template.*; give the prompt as plain text"):
         chat_text("hi", template)

@@ -60,7 +60,8 @@ class Tokenizer:
         """The token ids of a user message in the chat template, up to the answer.
 
         ChatML templates (`<|im_start|>role`, newline, content, `<|im_end|>`, newline) are rendered without running Jinja,
-        with the template's default system message if it has one, and with the start tokens if the template writes them.
+        with the template's default system message if it has one, with what the template puts before the answer, such as
+        `<think>`, and with the start tokens if the template writes them.
 
         Raises:
             UnsupportedError: when the checkpoint has no template, or one of another kind.
@@ -95,7 +96,7 @@ class Tokenizer:
 def chat_text(message: str, template: str | None) -> str:
     """A user message in a ChatML template, up to the answer.
 
-    >>> print(chat_text("Hello", "{{'<|im_start|>' + role}}"))
+    >>> print(chat_text("Hello", "{{'<|im_start|>' + role + '\\n' + content}}"))
     <|im_start|>user
     Hello<|im_end|>
     <|im_start|>assistant
@@ -103,13 +104,23 @@ def chat_text(message: str, template: str | None) -> str:
     """
     if template is None:
         raise UnsupportedError("the checkpoint has no chat template; give the prompt as plain text")
-    if "<|im_start|>" not in template:
+    template = _COMMENT.sub("", template)
+    if "<|im_start|>" not in template or "<|im_sep|>" in template:
         raise UnsupportedError("the checkpoint has a chat template that is not ChatML; give the prompt as plain text")
+    if _TRIMMED.search(template):
+        message = message.strip()
     text = f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
+    if _THINKS.search(template):
+        text += "<think>\n"
     if system := _SYSTEM.search(template):
         text = f"<|im_start|>system\n{system.group(1)}<|im_end|>\n{text}"
     return text
 
+
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_TRIMMED = re.compile(r"content(?:'\]|\"\])?\s*\|\s*trim\b")
+_THINKS = re.compile(r"<\|im_start\|>assistant(?:\\n|\n)<think>(?:\\n|\n)['\"]\s*-?\}\}")
+"""A prompt for the answer that opens a thought and ends there."""
 
 _SYSTEM = re.compile(
     r"<\|im_start\|>system(?:\\n|\n)((?:(?!<\|im_|[{%]}|{[{%]|'\s*}}|'\s*\+|\"\s*\+).)*?)<\|im_end\|>", re.DOTALL
