@@ -117,6 +117,91 @@ def test_layers_at_indices_are_quantized_as_those_of_a_loop():
     np.testing.assert_array_equal(quantized(at_fixed_indices).codes, quantized(scanned).codes)
 
 
+def flipped(params, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.flip(params["w"], 0))[0]
+
+
+def flipped_twice(params, x):
+    """A loop backwards over a flipped stack, so that its layers are in the order of the parameter."""
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.flip(params["w"], 0), reverse=True)[0]
+
+
+def backwards(params, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"], reverse=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "order"),
+    [(flipped, (2, 1, 0)), (flipped_twice, (0, 1, 2)), (backwards, (2, 1, 0))],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_statistics_belong_to_the_layer_in_a_loop_over_a_flipped_stack(fn, order):
+    def one_by_one(params, x):
+        for layer in order:
+            x = jnp.tanh(x @ params["w"][layer])
+        return x
+
+    w, x = {"w": normal(3, 8, 8)}, normal(5, 8, seed=1)
+    expected, found = (fb.observe(each, w, [x], RECIPE, collect=("sum",))["w"].sum for each in (one_by_one, fn))
+    np.testing.assert_allclose(found, expected, atol=1e-5)  # 5 terms of at most 1; XLA may order the sums otherwise
+
+
+def test_statistics_of_stacked_axes_are_in_the_order_of_the_parameter():
+    def inner(x, stack):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0], None
+
+    def swapped(params, x):
+        return jax.lax.scan(inner, x, params["w"].swapaxes(0, 1))[0]
+
+    def one_by_one(params, x):
+        for j, i in np.ndindex(3, 2):
+            x = jnp.tanh(x @ params["w"][i, j])
+        return x
+
+    w, x = {"w": normal(2, 3, 8, 8)}, normal(5, 8, seed=1)
+    expected, found = (fb.observe(each, w, [x], RECIPE, collect=("sum",))["w"].sum for each in (one_by_one, swapped))
+    assert found.shape == (2, 3, 8)
+    np.testing.assert_allclose(found, expected, atol=1e-5)  # 5 terms of at most 1; XLA may order the sums otherwise
+
+
+def test_layers_in_a_loop_over_merged_axes_have_statistics_together():
+    def merged(params, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"].reshape(4, 8, 8))[0]
+
+    w, x = {"w": normal(2, 2, 8, 8)}, normal(5, 8, seed=1)
+    stats = fb.observe(merged, w, [x], "int4", collect=("hessian",))
+    assert stats["w"].hessian.shape == (8, 8) and stats["w"].count == 20
+    with pytest.raises(fb.QuantError, match=r"those of all layers together.*a loop over a whole axis of them"):
+        fb.quantize_params(w, fb.plan(merged, w, x, recipe="int4"), method=fb.methods.GPTQ(), stats=stats)
+
+
+def test_a_stack_in_loops_in_two_orders_is_refused():
+    def both(params, x):
+        w = params["w"]
+        return scanned(params, x) + jax.lax.scan(lambda x, w: (x @ w, None), x, w.swapaxes(0, 1))[0]
+
+    w, x = {"w": normal(8, 8, 8)}, normal(5, 8, seed=1)
+    with pytest.raises(fb.UnsupportedError, match=r"products of w are in loops over its axes \(-3,\) and \(-2,\)"):
+        fb.observe(both, w, [x], fb.Recipe((fb.Rule("w", "int4", axis=-1),)), collect=("sum",))
+
+
+def test_two_models_are_compared_where_products_have_different_numbers_of_tokens():
+    def called_twice(params, x, y):
+        return x @ params["w"], y @ params["w"]
+
+    def branched(params, x, y):
+        return jax.lax.cond(x[0, 0] > y[0, 0], lambda: x @ params["w"], lambda: jnp.tile(y @ params["w"], (2, 1))[: len(x)])
+
+    w, x, y = {"w": normal(8, 8)}, normal(5, 8, seed=1), normal(3, 8, seed=2)
+    both, one = (
+        fb.observe(fn, w, [(x, y)], RECIPE, collect=("hessian", "cross"), quantized=w)["w"]
+        for fn in (called_twice, branched)
+    )
+    np.testing.assert_allclose(both.cross, both.hessian, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(both.cross, x.T @ x + y.T @ y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(one.cross, one.hessian, rtol=1e-5, atol=1e-5)
+
+
 def test_layers_at_indices_are_not_compared_with_another_model():
     w, x = {"w": normal(3, 8, 8)}, normal(5, 8, seed=1)
     with pytest.raises(fb.UnsupportedError, match=r"w: its \(3,\) layers are taken by an index"):

@@ -39,7 +39,8 @@ def observe(
     """Collects activation statistics of the parameters that a recipe quantizes.
 
     The float function runs forward only, compiled once for each shape of the batches, without gradients or callbacks. Layers
-    stacked for a `scan`, or taken as `w[i]`, have statistics each; where several products use one parameter, or a loop uses all
+    stacked for a `scan` over a whole axis, in either direction, or taken as `w[i]`, have statistics each; a loop over a part of an
+    axis, or over merged axes, has those of all its layers together. Where several products use one parameter, or a loop uses all
     of it in each iteration, each use counts like another batch.
 
     Of products without a parameter that the recipe quantizes, the ranges of both operands are collected.
@@ -146,7 +147,7 @@ def collected(
                 if place is not None
             ]
             evaluate(interpreter, traced, array_leaves((observed(tree, paths, notes), *inputs)), pairs)
-            return notes.found
+            return notes.values
 
         ours = params if quantized is None else jax.tree.map(as_float, quantized, is_leaf=is_qarray)
         found = run(ours, measure)

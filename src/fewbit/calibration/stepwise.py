@@ -197,7 +197,7 @@ def _compiled(
             interpreter = evaluator("dequantize", decoded.append, calibration_rules(notes))
             leaves = array_leaves((observed(tree, group, notes), *inputs))
             known = interpreter.evaluate(piece, program.traced.closed.consts, [*leaves, *before])
-            return notes.found, known
+            return notes.values, known
 
         found, known = of(ours, values[0], measure)
         if len(values) == 1:

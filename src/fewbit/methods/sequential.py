@@ -19,7 +19,7 @@ from ..calibration.observe import as_float, collected, split_arrays
 from ..calibration.range_rules import AbsMaxRange
 from ..calibration.stepwise import Stepwise
 from ..errors import QuantError
-from ..ops.interpret.observe import AbstractMeasure, Measurements, ProductOperand, calibration_rules, observed
+from ..ops.interpret.observe import AbstractMeasure, Measured, Measurements, ProductOperand, calibration_rules, observed
 from ..ops.interpret.parameter_uses import with_leaves
 from ..ops.interpret.traced import Traced, array_leaves
 from ..ops.interpret.transparent import evaluate, evaluator
@@ -156,6 +156,6 @@ class _Sources(Measurements):
 
     operands: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
-    def add(self, path: str, measurement: PyTree) -> None:
-        self.operands.setdefault(path, measurement)
-        self.found[path] = jnp.zeros(())  # a loop returns what its body measured
+    def add(self, path: str, measurement: Measured) -> None:
+        self.operands.setdefault(path, measurement.value)
+        self.found[path] = Measured(jnp.zeros(()))  # a loop returns what its body measured

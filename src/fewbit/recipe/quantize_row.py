@@ -221,8 +221,8 @@ def observation_of(row: PlanRow, method: AbstractMethod, stats: SupportsObservat
         if any(leaf.shape[: len(layers)] != layers for leaf in jax.tree.leaves(found)):
             raise QuantError(
                 f"{row.path} has {layers} layers, which are quantized one by one, and its statistics are those of all layers "
-                "together: fb.observe has statistics of each layer for a loop over them and for indices such as w[0], not for slices. Scan "
-                "over the layers, make each a parameter of its own, or use a method without statistics"
+                "together: fb.observe has statistics of each layer for a loop over a whole axis of them and for indices such as w[0], not "
+                "for slices. Scan over the layers, make each a parameter of its own, or use a method without statistics"
             )
         return found
     if row.ops and not set(row.ops) & set(PRODUCT_OPS):

@@ -63,7 +63,7 @@ class AbstractMeasure(abc.ABC):
     """A statistic of a product's operands that can be accumulated; zeros are the empty one.
 
     Attributes:
-        grows: whether accumulated measurements are larger than each, so that a loop cannot carry them.
+        grows: whether accumulated measurements are longer than each along axis -2, so that a loop cannot carry them.
     """
 
     grows: ClassVar[bool] = False
@@ -86,6 +86,31 @@ class AbstractMeasure(abc.ABC):
         return jax.lax.scan(lambda before, one: (self.joined(before, one), None), none, stack)[0]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The measurement of one layer, or of all layers that are stacked in a parameter.
+
+    Attributes:
+        value: what the measure returns; its leaves have an axis for each of `layers` first.
+        layers: the parameter's axes, negative and ascending, of which loops and indices take one element. Static.
+    """
+
+    value: Any
+    layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def of_loop(self, axis: int, step: int) -> "Measured":
+        """The measurements of all iterations of a loop, which are along the first axis, in the order of the parameter.
+
+        Args:
+            axis: the parameter's axis that the loop runs over, negative.
+            step: -1 where it runs over the reversed axis, else 1.
+        """
+        place = sum(layer < axis for layer in self.layers)
+        value = jax.tree.map(lambda leaf: jnp.moveaxis(leaf[::step], 0, place), self.value)
+        return Measured(value, (*self.layers[:place], axis, *self.layers[place:]))
+
+
 @dataclasses.dataclass(eq=False)
 class Measurements:
     """The measurements of the body that is being evaluated.
@@ -96,19 +121,45 @@ class Measurements:
     """
 
     measure: AbstractMeasure
-    found: dict[str, Any] = dataclasses.field(default_factory=dict)
+    found: dict[str, Measured] = dataclasses.field(default_factory=dict)
 
-    def add(self, path: str, measurement: PyTree) -> None:
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the measure returned, by parameter or product name."""
+        return {path: one.value for path, one in self.found.items()}
+
+    def add(self, path: str, measurement: Measured) -> None:
         """Accumulates a measurement."""
         before = self.found.get(path)
-        if before is not None:
-            if _shapes(before) != _shapes(measurement):
-                raise UnsupportedError(f"{path} is sliced by a loop and also used in another way; it cannot be observed")
-            _check_structures(path, before, measurement)
-            measurement = self.measure.joined(before, measurement)
-        self.found[path] = measurement
+        self.found[path] = measurement if before is None else self.joined(path, before, measurement)
 
-    def of(self, body: Callable[..., list[Any]], values: list[Any], arrays: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def joined(self, path: str, earlier: Measured, later: Measured) -> Measured:
+        """Two accumulated measurements of one parameter or product."""
+        self.check_alike(path, earlier, later)
+        return dataclasses.replace(earlier, value=self.measure.joined(earlier.value, later.value))
+
+    def check_alike(self, path: str, one: Measured, other: Measured) -> None:
+        """Refuses measurements of which each element belongs to another one of the parameter."""
+        shapes = [[self._shape(leaf) for leaf in jax.tree.leaves(each)] for each in (one, other)]
+        if one.layers != other.layers:
+            what = f"are in loops over its axes {one.layers} and {other.layers}, or at indices of these"
+        elif jax.tree.structure(one) != jax.tree.structure(other):
+            what = "have different batch axes, or the same in another order"
+        elif shapes[0] != shapes[1]:
+            what = "have statistics of different shapes, such as those of different contraction axes"
+        else:
+            return
+        raise UnsupportedError(
+            f"the products of {path} {what}; its statistics cannot be joined, so use it in one way, or exclude it"
+        )
+
+    def _shape(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        """The shape of a leaf, without the axis along which it grows."""
+        return (*leaf.shape[:-2], *leaf.shape[-1:]) if self.measure.grows else leaf.shape
+
+    def of(
+        self, body: Callable[..., list[Any]], values: list[Any], arrays: list[Any]
+    ) -> tuple[list[Any], dict[str, Measured]]:
         """The results of a body and its measurements. `values` says which of `arrays` are observed."""
         inside = _with_arrays(values, arrays)
         outside, self.found = self.found, {}
@@ -173,19 +224,6 @@ def _with_arrays(values: list[Any], arrays: list[Any]) -> list[Any]:
     return [dataclasses.replace(v, value=a) if isinstance(v, Observed) else a for v, a in zip(values, arrays, strict=True)]
 
 
-def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in jax.tree.leaves(tree)]
-
-
-def _check_structures(path: str, one: PyTree, other: PyTree) -> None:
-    """Refuses measurements of which each element belongs to another one of the parameter."""
-    if jax.tree.structure(one) != jax.tree.structure(other):
-        raise UnsupportedError(
-            f"the products of {path} have different batch axes, or the same in another order; its statistics cannot be joined, so "
-            "use it in one way, or exclude it"
-        )
-
-
 def _notes(values: list[Any]) -> Measurements:
     return next(value.notes for value in values if isinstance(value, Observed))
 
@@ -197,7 +235,7 @@ def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[An
     if isinstance(weight, Observed):
         notes = weight.notes
         if weight.offsets is None:
-            notes.add(weight.path, notes.measure.of_both(x, weight.value))
+            notes.add(weight.path, Measured(notes.measure.of_both(x, weight.value)))
         else:
             try:
                 measurement = notes.measure.of(_operand(eqn, side, x, weight.offsets, values))
@@ -208,14 +246,14 @@ def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[An
     return bound(eqn, list(map(_array, values)))
 
 
-def _of_layer(measure: AbstractMeasure, measurement: PyTree, weight: Offsets, indices: Mapping[int, jax.Array]) -> PyTree:
+def _of_layer(measure: AbstractMeasure, measurement: PyTree, weight: Offsets, indices: Mapping[int, jax.Array]) -> Measured:
     """A measurement among those of all layers that are stacked in the parameter, zeros for the others, as a loop would give.
 
     `indices` are those known at run time, of the parameter's axes.
     """
     layer = weight.layer()
     if not layer:
-        return measurement
+        return Measured(measurement)
     lengths = tuple(weight.shape[axis] for axis in layer)
     if measure.grows:
         raise UnsupportedError(
@@ -223,7 +261,8 @@ def _of_layer(measure: AbstractMeasure, measurement: PyTree, weight: Offsets, in
             "scan over the layers, or make each a parameter of its own"
         )
     index = tuple(indices.get(axis, known) for axis, known in layer.items())
-    return jax.tree.map(lambda leaf: jnp.zeros((*lengths, *leaf.shape), leaf.dtype).at[index].set(leaf), measurement)
+    every = jax.tree.map(lambda leaf: jnp.zeros((*lengths, *leaf.shape), leaf.dtype).at[index].set(leaf), measurement)
+    return Measured(every, tuple(layer))
 
 
 def _operand(eqn: jex_core.JaxprEqn, side: int, x: jax.Array, weight: Offsets, values: list[Any]) -> ProductOperand:
@@ -286,17 +325,17 @@ def _of_move(weight: Observed, offsets: Offsets, move: AxisMove, starts: Sequenc
 
 
 def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
-    """A loop; it carries the measurements of its iterations. A parameter that it slices has one measurement per iteration."""
+    """A loop; it carries the measurements of its iterations. A parameter of which it slices a whole axis has one per iteration."""
     params, notes, body = eqn.params, notes or _notes(values), evaluator.function(eqn.params["jaxpr"])
     whole = scan_operands(eqn, values)
     inside = [*whole[0], *whole[1], *map(_element, whole[2])]
     consts, carry, xs = scan_operands(eqn, list(map(_array, values)))
-    carries, stacked = len(carry), {x.path for x in whole[2] if isinstance(x, Observed)}
+    carries, stacked = len(carry), _looped_axes(whole[2])
 
     def step(state: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         carry, sums = state
         outputs, found = notes.of(body, inside, [*consts, *carry, *x])
-        sums = {path: notes.measure.joined(before, found.pop(path)) for path, before in sums.items()}
+        sums = {path: notes.joined(path, before, found.pop(path)) for path, before in sums.items()}
         return (tuple(outputs[:carries]), sums), (tuple(outputs[carries:]), found)
 
     none = dict[str, Any]()
@@ -306,11 +345,26 @@ def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes
         none = _zeros({path: one for path, one in shapes.items() if path not in stacked})
     settings = {name: params[name] for name in ("length", "reverse", "unroll")}
     (carry, sums), (ys, found) = jax.lax.scan(step, (tuple(carry), none), tuple(xs), **settings)
-    for path, stack in found.items():
-        notes.add(path, stack if path in stacked else notes.measure.folded(stack))
+    for path, each in found.items():
+        if path in stacked:
+            notes.add(path, each.of_loop(*stacked[path]))
+        else:
+            notes.add(path, dataclasses.replace(each, value=notes.measure.folded(each.value)))
     for path, measurement in sums.items():
         notes.add(path, measurement)
     return [*carry, *ys]
+
+
+def _looped_axes(stacks: Sequence[PyTree]) -> dict[str, tuple[int, int]]:
+    """For each parameter of which a loop slices a whole axis, that axis, negative, and the step along it.
+
+    Without those that it slices twice in different ways.
+    """
+    found: dict[str, set[tuple[int, int] | None]] = {}
+    for x in stacks:
+        if isinstance(x, Observed) and x.offsets is not None:
+            found.setdefault(x.path, set()).add(x.offsets.whole_axis(0))
+    return {path: axis for path, (axis, *others) in found.items() if axis is not None and not others}
 
 
 def _zeros(shapes: PyTree) -> PyTree:
@@ -326,22 +380,25 @@ def _element(x: PyTree) -> PyTree:
 
 
 def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
-    """A `cond`; a branch without a parameter's product gives zeros for it."""
+    """A `cond`; a branch without a parameter's product, or with fewer vectors in it, gives zeros for them."""
     index, *operands = values
     notes, arrays = notes or _notes(operands), list(map(_array, operands))
     branches = [_branch(notes, evaluator.function(body), operands) for body in eqn.params["branches"]]
-    every: dict[str, Any] = {}
+    every: dict[str, Measured] = {}
     for branch in branches:
-        found = jax.eval_shape(branch, *arrays)[1]
-        for path in set(found) & set(every):
-            _check_structures(path, every[path], found[path])
-        every |= found
+        for path, one in jax.eval_shape(branch, *arrays)[1].items():
+            before = every.setdefault(path, one)
+            notes.check_alike(path, before, one)
+            every[path] = jax.tree.map(lambda *leaves: max(leaves, key=lambda leaf: leaf.size), before, one)
     none = _zeros(every)
 
+    def padded(x: jax.Array, zeros: jax.Array) -> jax.Array:
+        return zeros.at[tuple(map(slice, x.shape))].set(x)
+
     def filled(branch: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arrays: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def run(*arrays: jax.Array) -> tuple[tuple[Any, ...], dict[str, Measured]]:
             outputs, found = branch(*arrays)
-            return outputs, none | found
+            return outputs, none | {path: jax.tree.map(padded, one, none[path]) for path, one in found.items()}
 
         return run
 
@@ -352,7 +409,7 @@ def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes
 
 
 def _branch(notes: Measurements, body: Callable[..., list[Any]], values: list[Any]) -> Callable[..., Any]:
-    def run(*arrays: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def run(*arrays: jax.Array) -> tuple[tuple[Any, ...], dict[str, Measured]]:
         outputs, found = notes.of(body, values, list(arrays))
         return tuple(outputs), found
 

@@ -80,10 +80,23 @@ class Offsets:
 
     def element(self) -> Self:
         """The offsets of one element of the first axis."""
-        looped = None
-        if self.looped is not None and self.parameter_axes((0,)) == (self.looped - len(self.shape),):
+        looped, whole = None, self.whole_axis(0)
+        if self.looped is not None and whole is not None and whole[0] == self.looped - len(self.shape):
             looped = self.looped + 1
         return dataclasses.replace(self, axes=self.axes[1:], looped=looped)
+
+    def whole_axis(self, axis: int) -> tuple[int, int] | None:
+        """The parameter's axis, negative, that an axis is, and the step along it: -1 where it is reversed, else 1.
+
+        None where it is none of them, such as a part of one, or several merged.
+        """
+        own = self.axes[axis]
+        if own is None:
+            return None
+        for step in (1, -1):
+            if found := dataclasses.replace(self, axes=(own[::step],)).parameter_axes((0,)):
+                return found[0], step
+        return None
 
     def layer(self) -> dict[int, int]:
         """Which element of stacked layers this is: its index along each of their axes, negative ones of the parameter.

@@ -547,7 +547,7 @@ def _measured(
     def run(params: PyTree, x: Array, measure: AbstractMeasure) -> dict[str, Any]:
         notes = Measurements(measure)
         evaluated(fn, "dequantize", None, calibration_rules(notes))(observed(params, paths, notes), x)
-        return notes.found
+        return notes.values
 
     first, *exact = zip(forms, streams, strict=True)
     found = run(*first, measure)
