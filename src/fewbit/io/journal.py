@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -173,7 +174,7 @@ class Batch:
     added: tuple[Added, ...] = ()
     moved: Moved | None = None
 
-    @property
+    @functools.cached_property
     def arrays(self) -> dict[str, Spooled]:
         """The arrays by name."""
         return {name: one for added in self.added for name, one in added.arrays.items()}

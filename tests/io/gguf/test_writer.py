@@ -3,6 +3,7 @@
 import os
 
 import gguf
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -174,6 +175,7 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
             ("a", normal(0), "with elements"),
             ("a", np.zeros(3, np.uint8), "has dtype uint8; GGUF stores"),
             ("a", fb.quantize(jnp.ones((4, 64)), "nf4"), "GGUF has no type for nf4"),
+            ("a", jax.vmap(lambda x: fb.quantize(x, "nvfp4"))(jnp.ones((3, 64))), r"has tensor scales of shape \(3, 1\)"),
         ):
             with pytest.raises(QuantError, match=message):
                 writer.add(name, value)

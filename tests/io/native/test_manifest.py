@@ -34,6 +34,12 @@ def test_it_comes_back(tmp_path):
     assert read_manifest(tmp_path) == MANIFEST
 
 
+def test_facts_with_numbers_as_keys_have_their_texts(tmp_path):
+    facts = {"layers": {1: "a", 2: "b", 10: "c", "d": 0}}
+    (tmp_path / "manifest.json").write_bytes(dataclasses.replace(MANIFEST, facts=facts).text())
+    assert read_manifest(tmp_path).facts == {"layers": {"1": "a", "2": "b", "10": "c", "d": 0}}
+
+
 @EVERY_BIT
 def test_a_flipped_bit_is_found(tmp_path, bits):
     text = MANIFEST.text()

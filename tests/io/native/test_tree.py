@@ -1,6 +1,7 @@
 """Trees of any framework come back leaf for leaf, and what does not fit is named."""
 
 import dataclasses
+import enum
 import json
 import math
 import os
@@ -260,16 +261,22 @@ def test_what_does_not_fit_like_is_named(tmp_path):
         ({"a": abstract({"q": Q})}, "leaf 'a/q' is an abstract array"),
         (Twins(X, X), "two leaves of the tree have the path '1'"),
         ({"a": np.array(["text"])}, "tensor 'a' has dtype <U4"),
+        ({"a": np.array([1], "m8[s]")}, "tensor 'a' has dtype timedelta64"),
         ({"a": 3}, "the tree has no arrays"),
         ({"a": np.ma.masked_array(np.ones(2), [0, 1])}, "leaf 'a' is a masked array, whose mask has no place in a file"),
         ({"w": Q, "w.codes": X}, "tensor name 'w.codes' is taken already"),
     ],
-    ids=["object", "abstract", "abstract QArray", "two of one path", "text", "no arrays", "masked", "taken"],
+    ids=["object", "abstract", "abstract QArray", "two of one path", "text", "time", "no arrays", "masked", "taken"],
 )
 def test_leaves_without_a_form(tmp_path, tree, match):
     with pytest.raises(QuantError, match=match):
         fb.save(tmp_path / "m", tree)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_text_of_an_enum_comes_back_as_a_text(tmp_path):
+    tree = {"w": np.ones(2, np.float32), "s": enum.StrEnum("Color", {"RED": "red"}).RED}
+    assert fb.load(fb.save(tmp_path / "m", tree))["s"] == "red"
 
 
 def test_a_donated_array_is_refused(tmp_path):

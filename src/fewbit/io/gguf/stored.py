@@ -84,7 +84,13 @@ def stored(value: np.ndarray | jax.Array | QArray, what: str, ternary: str = "TQ
         name, data = blocks_from_qarray(value, what, ternary)
         unit = None
         if value.tensor_scale is not None:
-            unit = np.asarray(value.tensor_scale, np.float32).reshape(-1)
+            unit = np.asarray(value.tensor_scale, np.float32)
+            if unit.size > 1 and unit.shape != (value.shape[0], 1, 1):
+                raise QuantError(
+                    f"{what} has tensor scales of shape {unit.shape} for its shape {tuple(value.shape)}; GGUF stores one, or one "
+                    "for each matrix of a stack of three axes"
+                )
+            unit = unit.reshape(-1)
         shape: tuple[int, ...] = tuple(value.shape)
         return Stored(name, data, shape[-1], unit)
     array = np.ascontiguousarray(value)

@@ -60,7 +60,9 @@ class Manifest:
         form: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
-            "facts": dict(self.facts),
+            "facts": parsed_object(
+                dumped(dict(self.facts), "facts"), "facts"
+            ),  # as they are read: JSON has no keys but texts
             "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
             "tensors": {
                 name: {**dataclasses.asdict(entry), "shape": list(entry.shape)} for name, entry in self.tensors.items()

@@ -199,7 +199,8 @@ def _storable(name: str, leaf: PyTree, section: dict[str, dict[str, Any]]) -> An
         section["keys"][name] = str(jax.random.key_impl(leaf))
         return jax.random.key_data(leaf)
     dtype = leaf.dtype.newbyteorder("=")
-    if dtype in _NATIVE or dtype.hasobject or not jnp.issubdtype(dtype, jnp.number):
+    is_number = jnp.issubdtype(dtype, jnp.number) and dtype.kind != "m"  # NumPy counts time differences as integers
+    if dtype in _NATIVE or dtype.hasobject or not is_number:
         return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf  # the writer refuses other dtypes
     section["dtypes"][name] = dtype.name
     return np.array(leaf, dtype, order="C")[..., None].view(np.uint8)
@@ -214,8 +215,10 @@ def _check_readable(name: str, leaf: object) -> None:
 
 def _scalar_form(value: complex | str) -> list[Any]:  # complex: any Python number
     """The JSON form of a Python scalar: type name and value, floats in exact hexadecimal."""
-    if isinstance(value, bool | str):
-        return [type(value).__name__, value]
+    if isinstance(value, bool):
+        return ["bool", value]
+    if isinstance(value, str):  # also an enum's
+        return ["str", str.__str__(value)]
     if isinstance(value, int):
         return ["int", hex(value)]
     if isinstance(value, float):
