@@ -1,5 +1,7 @@
 """The manifest guards itself: any change of what it says is found."""
 
+import dataclasses
+
 import pytest
 
 from fewbit import QuantError, UnsupportedError
