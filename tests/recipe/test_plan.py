@@ -327,6 +327,21 @@ def test_a_random_key_among_the_parameters_is_left_as_it_is():
         fb.Plan.from_json(form)
 
 
+def test_edited_axes_count_from_the_front_too():
+    params = {"w": jax.ShapeDtypeStruct((3, 32, 64), jnp.float32)}
+    form = fb.plan(None, params, recipe=fb.Recipe((fb.Rule(".*", "int8_g32", axis=-2),))).to_json()
+    expected = fb.Plan.from_json(form)
+    form["rows"][0]["axis"] = [1]
+    assert fb.Plan.from_json(form) == expected
+    for axis, message in ((3, "has 3 in axis"), (-4, "has -4 in axis")):
+        form["rows"][0]["axis"] = [axis]
+        with pytest.raises(fb.QuantError, match=message):
+            fb.Plan.from_json(form)
+    form["rows"][0]["axis"] = [1, -2]
+    with pytest.raises(fb.QuantError, match="an axis twice in axis"):
+        fb.Plan.from_json(form)
+
+
 def test_an_axis_that_is_not_there_is_named_as_it_was_given():
     rules = fb.Recipe((fb.Rule("w", fb.Policy("int8"), axis=(5,)),))
     w, net = {"w": jnp.ones((4, 8))}, lambda p, x: x @ p["w"]

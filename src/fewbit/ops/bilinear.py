@@ -259,8 +259,12 @@ def _residual(config: ProductConfig, x: ArrayOrQArray, entered: ArrayOrQArray, i
     That is for the gradient of the other operand, and the mask of this one's own gradient.
     """
     passes = None
-    is_quantized_here = isinstance(entered, QArray) and not isinstance(x, QArray)
-    if is_quantized_here and config.policy.clips_gradient and entered.scheme.calibration.clips:
+    if (
+        isinstance(entered, QArray)
+        and not isinstance(x, QArray)  # quantized here
+        and config.policy.clips_gradient
+        and entered.scheme.calibration.clips
+    ):
         passes = is_covered(x, entered)
     if config.arm(not is_left).operand == "forward":
         return Residual(entered, None, passes, _form(x))

@@ -149,12 +149,12 @@ def _carried_policy(weight: object, other: object) -> Policy | None:
     Of two it is that of the weight, or the one that is not weight-only. The weight's schemes may differ: the other operand is
     quantized already, or a parameter that its own scheme quantizes.
     """
-    carriers = [x for x in (weight, other) if isinstance(x, QArray | Latent) and isinstance(x.policy, Policy)]
-    policies = [x.policy for x in carriers]
+    carriers = [x for x in (weight, other) if isinstance(x, QArray | Latent)]
+    policies = [x.policy for x in carriers if isinstance(x.policy, Policy)]
     if len(set(policies)) > 1:
         policies = [policy for policy in policies if not policy.is_weight_only] or policies
         if len({_apart_from_weight(policy) for policy in policies}) > 1:
-            shown = " and ".join(f"{x.label} ({x.policy})" if is_latent(x) else str(x.policy) for x in carriers)
+            shown = " and ".join(f"{x.label} ({x.policy})" if isinstance(x, Latent) else str(x.policy) for x in carriers)
             raise QuantError(
                 f"the operands carry different policies: {shown}; pass policy=, or give both the same apart from the weight's scheme"
             )

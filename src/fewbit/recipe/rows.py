@@ -81,8 +81,14 @@ class PlanRow:
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The row of a JSON form; an unknown or missing key raises QuantError."""
+        """The row of a JSON form. Its axes may count from the front.
+
+        Raises:
+            QuantError: for an unknown or missing key, a dtype that JAX does not have, and an axis that the shape does not have.
+        """
         fields = _row_fields(form, PLAN_ROW, "a plan's row")
+        for key in ("axis", "stacked", "contracted"):
+            fields[key] = _from_end(fields.get(key, ()), f"the row of {fields['path']!r}", key, fields["shape"])
         fields["role"] = as_role(fields.get("role", Role.UNKNOWN))
         if not _is_dtype(fields["dtype"]):
             raise QuantError(
@@ -149,3 +155,16 @@ def _row_fields(form: Mapping[str, Any], schema: type[msgspec.Struct], what: str
 def _is_dtype(name: str) -> bool:
     """Whether a name is a dtype of JAX, those of random keys included."""
     return hasattr(getattr(jnp, name, None), "dtype") or (name.startswith("key<") and name.endswith(">"))
+
+
+def _from_end(axes: tuple[int, ...], where: str, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of a shape, negative. `where` and `key` name them in the QuantError of one that it does not have."""
+    ndim = len(shape)
+    if not ndim:  # a scalar, such as a random key, is quantized along no axis
+        return axes
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise QuantError(f"{where} has {axis} in {key}; the axes of its shape {shape} are {-ndim} to {ndim - 1}")
+    if len({axis % ndim for axis in axes}) < len(axes):
+        raise QuantError(f"{where} has an axis twice in {key}: {list(axes)}; write each once")
+    return tuple(axis % ndim - ndim for axis in axes)

@@ -85,7 +85,7 @@ def stored(value: np.ndarray | jax.Array | QArray, what: str, ternary: str = "TQ
         unit = None
         if value.tensor_scale is not None:
             unit = np.asarray(value.tensor_scale, np.float32)
-            if unit.size > 1 and unit.shape != (value.shape[0], 1, 1):
+            if unit.size > 1 and unit.shape != (*value.shape[:1], 1, 1):
                 raise QuantError(
                     f"{what} has tensor scales of shape {unit.shape} for its shape {tuple(value.shape)}; GGUF stores one, or one "
                     "for each matrix of a stack of three axes"

@@ -256,6 +256,13 @@ def test_decoding_into_every_dtype(scheme, dtype):
         assert_same_numbers(one, two)
 
 
+def test_decoding_a_signed_single_bit():
+    """Its code 1 is -1."""
+    scheme = fb.Scheme(fb.FORMATS["int1"], {...: 1, -1: None})
+    q = quantize(jnp.asarray([[-1.0, -0.8, 0.3, 0.9]]), scheme, scale=1.0)
+    assert dequantize(q, backend="cpu").tolist() == dequantize(q, backend="reference").tolist() == [[-1.0, -1.0, 0.0, 0.0]]
+
+
 @pytest.mark.slow
 def test_scales_chosen_in_jax_meet_the_same_codes():
     x = jnp.asarray(np.random.default_rng(3).normal(size=(6, 64)), jnp.float32)

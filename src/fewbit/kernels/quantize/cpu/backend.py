@@ -282,8 +282,11 @@ def _decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> jax.Array
 
 
 def _whole_shift(fmt: AbstractFormat) -> int:
-    """By how many bits an integer's code is shifted to the top of 32 bits, 0 if unsigned; -1 for other formats."""
-    if not isinstance(fmt, Integer):
+    """By how many bits an integer's code is shifted to the top of 32 bits, 0 if unsigned; -1 for formats decoded by a table.
+
+    The kernel multiplies by the number of code 1, which of a signed single bit is -1 instead of the step.
+    """
+    if not isinstance(fmt, Integer) or (fmt.signed and fmt.bits == 1):
         return -1
     return 32 - fmt.bits if fmt.signed else 0
 
