@@ -118,6 +118,30 @@ def test_copies_never_write_into_memory_of_jax() -> None:
         t.copy_(torch.ones(2, 32))
 
 
+def test_writes_reach_the_parameter_or_are_refused() -> None:
+    """`.data` and `.detach()` are aliases; transposes and parts are views, which are never written."""
+    old, new = (fbt.quantize(torch.full((4, 64), value), "int8") for value in (1.0, 5.0))
+    p = nn.Parameter(old.clone(), requires_grad=False)
+    for write in (lambda: p.data.copy_(new), lambda: p.detach().data.copy_(old), lambda: setattr(p, "data", new)):
+        before, known = p.dequantize(), p.detach()
+        write()
+        assert not torch.equal(p.dequantize(), before) and same(p, known) is not (p.codes is new.codes)
+    x = torch.ones(4, 64)
+    for refused in (
+        lambda: p[:2].copy_(old[:2]),
+        lambda: p.T.copy_(old.T),
+        lambda: p.T.detach().copy_(old.T),
+        lambda: p.__setitem__(0, old[0]),
+        lambda: x.__setitem__(0, old[0]),
+    ):
+        with pytest.raises(fb.UnsupportedError, match=r"codes are written as a whole, by q.copy_\(new\)"):
+            refused()
+    for value in (x, fbt.quantize(torch.ones(8, 32), "nf4")):
+        with pytest.raises(fb.QuantError, match=r"q.data = value: .* does not fit .*; quantize it to the same scheme"):
+            p.data = value
+    assert same(p, new) and x.min() == 1
+
+
 @pytest.mark.parametrize(
     ("operation", "error", "text"),
     [
@@ -128,6 +152,7 @@ def test_copies_never_write_into_memory_of_jax() -> None:
         (lambda q: q.zero_(), fb.UnsupportedError, "zero_ cannot take"),
         (lambda q: torch.bmm(torch.ones(3, 2, 64), q), fb.QuantError, "bmm multiplies batches of matrices"),
         (lambda q: q.numpy(), RuntimeError, "not supported for tensor subclasses"),
+        (lambda q: np.from_dlpack(q), fb.UnsupportedError, r"DLPack cannot take a QTensor:\n.*export q.dequantize\(\)"),
         (lambda q: q.to(torch.int8), fb.QuantError, "a QTensor has a floating dtype"),
         (lambda q: nn.Parameter(q), fb.QuantError, r"no gradient: use nn.Parameter\(q, requires_grad=False\)"),
     ],
@@ -193,6 +218,17 @@ def test_indices_are_views_of_the_same_bytes(index: str) -> None:
         assert torch.equal(part.dequantize(), INDEXED[index](q.dequantize()))
         assert fbt.to_qarray(part).shape == tuple(part.shape)
         assert part.codes.untyped_storage().data_ptr() == q.codes.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("index", INDEXED)
+def test_indices_under_inference_mode_and_transforms(index: str) -> None:
+    q, x = fbt.quantize(torch.randn(3, 32, 64), "int4_g32"), torch.ones(2)
+    known = INDEXED[index](q)
+    with torch.inference_mode():
+        assert same(INDEXED[index](q), known)
+    seen = []
+    torch.func.grad(lambda x: (seen.append(INDEXED[index](q).to(torch.bfloat16)), x.sum())[1])(x)
+    assert same(seen[0].float(), known)
 
 
 def test_indices_that_are_refused(q: "fbt.QTensor") -> None:

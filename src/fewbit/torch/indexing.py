@@ -9,7 +9,7 @@ import torch
 
 from ..array.indexing import axes_of, indexed
 from ..errors import QuantError, UnsupportedError
-from .qtensor import DISPATCHED, FUNCTIONS, Form, QTensor, mapped_parts, scale_form, tiles_of
+from .qtensor import DISPATCHED, VIEWS, Form, QTensor, mapped_parts, scale_form, tiles_of
 
 _aten = torch.ops.aten
 
@@ -59,7 +59,8 @@ def _views(q: QTensor, steps: tuple[Any, ...]) -> QTensor:
 
     parts = mapped_parts(q, on_tiles, on_tiles) | {"codes": q.codes[found.codes]}
     of_scale = scale_form(parts["scale"])
-    return QTensor._unchecked(parts, Form.of(found.scheme, found.shape, form.dtype, form.parts, of_scale, form.policy))
+    form = Form.of(found.scheme, found.shape, form.dtype, form.parts, of_scale, form.policy)
+    return QTensor._unchecked(parts, form, is_view=True)
 
 
 def _at_index_array(q: QTensor, indices: Sequence[Any]) -> QTensor:
@@ -102,7 +103,7 @@ def _split_equally(q: QTensor, size: int, dim: int = 0) -> list[QTensor]:
     return [_along(q, dim, slice(begin, begin + size)) for begin in range(0, q.shape[dim], size)]
 
 
-FUNCTIONS[torch.Tensor.__getitem__] = _elements
+VIEWS[torch.Tensor.__getitem__] = _elements
 
 DISPATCHED |= {
     _aten.slice.Tensor: lambda q, dim=0, start=None, end=None, step=1: _along(q, dim, slice(start, end, step)),

@@ -1,5 +1,6 @@
 """QTensor: a torch.Tensor subclass with the bytes of a QArray."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,6 +25,9 @@ _aten = torch.ops.aten
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """The torch functions that take a QTensor; `matmul.py` and others register theirs on import."""
+
+VIEWS: dict[Any, Callable[..., Any]] = {}
+"""The torch functions of a QTensor alone, which is constant under `torch.func`: wrapped by it, it would lose its class."""
 
 _PARTS = ("codes", "scale", "zero_point", "tensor_scale")
 
@@ -146,16 +150,16 @@ class QTensor(torch.Tensor):
 
     Attributes:
         form: scheme, shape, dtype and policy in one object.
+        is_view: whether it is a transpose or some elements of another QTensor, which `copy_` refuses to write.
 
     Raises:
         QuantError: if the parts do not match each other and the scheme.
     """
 
-    codes: torch.Tensor
-    scale: Any
-    zero_point: torch.Tensor | None
-    tensor_scale: torch.Tensor | None
     form: Form
+    is_view: bool
+    _parts: dict[str, Any]
+    """Codes, scale, zero point and tensor scale, shared with `.detach()` and `.data`: `copy_` into one replaces them in all."""
 
     @staticmethod
     def __new__(
@@ -180,16 +184,35 @@ class QTensor(torch.Tensor):
         super().__init__()  # __new__ does the work; this is the signature for type checkers
 
     @classmethod
-    def _unchecked(cls, parts: dict[str, Any], form: Form) -> "QTensor":
+    def _unchecked(cls, parts: dict[str, Any], form: Form, *, is_view: bool = False) -> "QTensor":
         """The QTensor of parts that are not checked."""
         dtype = getattr(torch, form.dtype)
-        q = torch.Tensor._make_wrapper_subclass(cls, form.shape, dtype=dtype, device=parts["codes"].device)
-        for name, part in parts.items():
-            setattr(q, name, part)
-        q.form = form
+        with torch.inference_mode(False):  # under it torch rejects views that are inference tensors of a tensor that is none
+            q = torch.Tensor._make_wrapper_subclass(cls, form.shape, dtype=dtype, device=parts["codes"].device)
+        q.form, q.is_view, q._parts = form, is_view, parts
         return q
 
     # --- properties ---
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The packed codes, uint8."""
+        return self._parts["codes"]
+
+    @property
+    def scale(self) -> Any:
+        """The scale of each tile."""
+        return self._parts["scale"]
+
+    @property
+    def zero_point(self) -> torch.Tensor | None:
+        """The zero point or offset of each tile; None: without."""
+        return self._parts["zero_point"]
+
+    @property
+    def tensor_scale(self) -> torch.Tensor | None:
+        """The factor of every scale; None: without."""
+        return self._parts["tensor_scale"]
 
     @property
     def scheme(self) -> Scheme:
@@ -209,7 +232,7 @@ class QTensor(torch.Tensor):
         """
         found: list[torch.Tensor] = []
         for name in self.form.parts:
-            part = getattr(self, name)
+            part = self._parts[name]
             found += part.leaves if isinstance(part, QTensor) else [part]
         return found
 
@@ -269,6 +292,11 @@ class QTensor(torch.Tensor):
 
     # --- torch protocols ---
 
+    def __dlpack__(self, **_: object) -> Any:
+        """Raises: a QTensor has no memory of its own dtype."""
+        reason = "its memory is packed codes; export q.dequantize(), or each of q.leaves"
+        raise UnsupportedError("DLPack cannot take a QTensor", {"QTensor": reason})
+
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """The names of its tensors, and the JSON of its form."""
         return list(self.form.parts), self.form.text
@@ -291,10 +319,15 @@ class QTensor(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if func in FUNCTIONS:
-            return FUNCTIONS[func](*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return FUNCTIONS[func](*args, **kwargs)
+        is_transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        with torch._C._DisableFuncTorch() if is_transformed else contextlib.nullcontext():
+            if func in VIEWS:
+                return VIEWS[func](*args, **kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(
@@ -493,7 +526,7 @@ def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
     if order == tuple(range(q.ndim)):
         return q
     parts = mapped_parts(q, lambda leaf: leaf.permute(order), lambda scale: permuted(scale, order))
-    return QTensor._unchecked(parts, _moved(q.form, tuple(q.scale.shape), order, scale_form(parts["scale"])))
+    return QTensor._unchecked(parts, _moved(q.form, tuple(q.scale.shape), order, scale_form(parts["scale"])), is_view=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -574,7 +607,7 @@ def _to_copy(
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> QTensor:
-    """Copies another QTensor into new tensors: memory shared with JAX is not written."""
+    """Copies another QTensor into new tensors, for the target and its aliases: memory shared with JAX is not written."""
     if not isinstance(target, QTensor) or not isinstance(source, QTensor):
         kinds = ("a QTensor", "a float tensor")
         into, out_of = kinds if isinstance(target, QTensor) else kinds[::-1]
@@ -582,16 +615,35 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             f"copy_ into {into} from {out_of}: convert with q.dequantize() or fewbit.torch.quantize; call "
             "fewbit.torch.quantize_ on the module before load_state_dict of quantized tensors"
         )
+    if target.is_view:
+        raise UnsupportedError("copy_ cannot write into a transpose or a part of a QTensor", {"QTensor": _WHOLE})
     if _retyped(source, target.dtype).text != target.form.text:
         raise QuantError(f"copy_: {source!r} does not fit {target!r}; both need the same scheme and shape")
     moved = _mapped(source, lambda leaf: leaf.to(target.device, non_blocking=non_blocking, copy=True))
-    for name in _PARTS:
-        setattr(target, name, getattr(moved, name))
+    target._parts.update(moved._parts)
     return target
 
 
+_WHOLE = "codes are written as a whole, by q.copy_(new); q.clone() is no view, and a float tensor takes q.dequantize()"
+
+
+def _set_elements(*_: object) -> None:
+    """`q[index] = value` and `x[index] = q`."""
+    raise UnsupportedError("an assignment to elements cannot take a QTensor", {"QTensor": _WHOLE})
+
+
+def _set_data(q: QTensor, value: torch.Tensor) -> None:
+    """`q.data = value`: the tensors of another QTensor, which it then shares."""
+    if not isinstance(value, QTensor) or value.form.text != q.form.text or value.device != q.device:
+        kind = repr(value) if isinstance(value, QTensor) else f"a tensor {_name(value.dtype)}{list(value.shape)}"
+        advice = "quantize it to the same scheme, or replace the parameter of the module"
+        raise QuantError(f"q.data = value: {kind} does not fit {q!r}; {advice}")
+    q._parts, q.is_view = value._parts, value.is_view
+
+
 def _detached(q: QTensor) -> QTensor:
-    return _mapped(q, lambda leaf: leaf.detach())
+    """An alias: `copy_` into one changes both."""
+    return QTensor._unchecked(q._parts, q.form, is_view=q.is_view)
 
 
 def _einsum(*_: object) -> QTensor:
@@ -604,11 +656,12 @@ def _getter(name: str) -> Callable[..., Any]:
     return getattr(torch.Tensor, name).__get__
 
 
-# Under inference_mode torch's own detach rejects the result of a dispatched one, and under torch.func the result of a dispatched
-# transpose is a QTensor no more.
-FUNCTIONS |= {
+FUNCTIONS[torch.einsum] = _einsum
+VIEWS |= {
     torch.Tensor.detach: _detached,
-    torch.einsum: _einsum,
+    _getter("data"): _detached,
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.__setitem__: _set_elements,
     _getter("T"): lambda q: _permute(q, range(q.ndim)[::-1]),
     _getter("mT"): lambda q: _transpose(q, -2, -1),
     torch.Tensor.t: _t,
@@ -621,7 +674,7 @@ FUNCTIONS |= {
 
 DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _detached,
-    _aten.alias.default: lambda q: _mapped(q, lambda leaf: leaf),
+    _aten.alias.default: _detached,
     _aten.clone.default: lambda q, memory_format=None: _mapped(q, lambda leaf: leaf.clone()),
     _aten.empty_like.default: lambda q, dtype=None, layout=None, device=None, **_: _mapped(
         q, lambda leaf: torch.empty_like(leaf, device=device), _retyped(q, dtype)
