@@ -132,6 +132,16 @@ def test_biases_by_other_names_and_none():
     np.testing.assert_array_equal(after["dense"]["bias"], params["dense"]["bias"])
 
 
+def test_a_bias_of_two_products_gets_both_corrections():
+    def layer(params, x):
+        return x @ params["a"] + x @ params["b"] + params["bias"][None]
+
+    params = {"a": normal(K, N), "b": normal(K, N), "bias": normal(N)}
+    single = [corrected(layer, params, X, biases={name: "bias"})[1]["bias"] - params["bias"] for name in ("a", "b")]
+    _, after = corrected(layer, params, X, biases={"a": "bias", "b": "bias"})
+    np.testing.assert_allclose(after["bias"] - params["bias"], sum(single), rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_refused():
     fn, params, x = LAYERS["dense"]
     plan = fb.plan(fn, params, x, recipe="int4")

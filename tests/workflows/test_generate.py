@@ -1,10 +1,16 @@
 """Writing on from a prompt, with plain and with quantized parameters."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from fewbit import workflows
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.kvcache import kv_policy
+from fewbit.models.rope_scaling import LongRope
+from fewbit.workflows import generate
+from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
 pytestmark = needs_tokenizers
@@ -75,6 +81,27 @@ def test_padding_and_rounding_change_no_token(model):
 def test_what_cannot_be_written_says_why(model, arguments, error, message):
     with pytest.raises(error, match=message):
         workflows.generate_text(model, **{"prompt": "Who ", "max_tokens": 4, **arguments})
+
+
+def test_a_token_without_an_embedding_is_refused(model, monkeypatch):
+    ids = generate._prompt_ids
+
+    def beyond(*given):
+        found, is_chat = ids(*given)
+        return np.append(found, model.config.vocab), is_chat
+
+    monkeypatch.setattr(generate, "_prompt_ids", beyond)
+    with pytest.raises(QuantError, match=r"gives token \d+, but its vocabulary has"):
+        workflows.generate_text(model, "Who ", max_tokens=4)
+
+
+def test_equal_factors_for_all_lengths_keep_the_padded_lengths():
+    """Those of a Llama 3.1 GGUF file; Phi-3's differ, and the length of the cache chooses among them."""
+    factors = (1.0, 2.0, 4.0, 8.0)
+    for long, expected in ((factors, (16, 256)), ((1.0, 2.0, 4.0, 9.0), (5, 69))):
+        scaling = LongRope(factors, long, original_context=32, attention_factor=1.0)
+        config = dataclasses.replace(SMALL, rope_scaling=scaling, context=512)
+        assert generate._padded_lengths(5, 64, config) == expected
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def corrected_biases(
             continue
         if bias not in after:
             raise QuantError(f"the bias {bias!r} of {path} is not among the parameters")
-        weight, old = dequantize(after[path], dtype=jnp.float32), after[bias]
+        weight, old = dequantize(after[path], dtype=jnp.float32), found.get(bias, after[bias])  # of two weights, too
         mean = _mean_input(row, seen)
         shift = _mean_output(before[path].astype(jnp.float32) - weight, row, mean, seen[path].batch)
         if seen_quantized is not None:

@@ -116,6 +116,10 @@ def generate_text(
     config, tokenizer = model.runnable_config(), model.readable_tokenizer()
     start = time.perf_counter()
     ids, is_chat = _prompt_ids(tokenizer, prompt, chat)
+    if ids.max() >= config.vocab:
+        raise QuantError(
+            f"the tokenizer of {model.name} gives token {ids.max()}, but its vocabulary has {config.vocab} tokens"
+        )
     key = jax.random.key(seed or 0) if temperature > 0 else None
     padded, max_length = _padded_lengths(len(ids), max_tokens, config)
     generator = TokenGenerator(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv, max_length=max_length)
@@ -127,6 +131,7 @@ def generate_text(
         params, activations = with_int8_activations(params)
     params, count = _decoded_weights(params)
     loop = _TokenLoop(generator, stacked(params), key)
+    del params  # which the loop has stacked
     if on_text is not None and not is_chat:
         on_text(prompt)
     text = ""
@@ -231,7 +236,8 @@ def _padded_lengths(prompt: int, max_tokens: int, config: DecoderConfig) -> tupl
     """
     multiple = max(16, 1 << max(prompt.bit_length() - 4, 0))
     padded = -(-prompt // multiple) * multiple
-    follows_room = isinstance(config.rope_scaling, LongRope)  # which has other factors for longer caches
+    scaling = config.rope_scaling
+    follows_room = isinstance(scaling, LongRope) and scaling.short != scaling.long  # other factors for longer caches
     if padded + max_tokens > config.context or follows_room:
         return prompt, prompt + max_tokens
     return padded, min(-(-(padded + max_tokens) // 256) * 256, config.context)

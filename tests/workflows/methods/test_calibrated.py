@@ -160,8 +160,9 @@ def test_what_is_refused(tmp_path):
             overwrite=True,
             on_layer=lambda *_: pytest.fail("an output that is refused comes before any work"),
         )
-    with pytest.raises(fb.QuantError, match="the calibration data has token 67"):
-        calibrated_weights(model, plan, GPTQ(), CalibrationData("x", np.full((1, 4), 67)), fused={})
+    for token in (67, -1):
+        with pytest.raises(fb.QuantError, match=f"the calibration data has token {token}"):
+            calibrated_weights(model, plan, GPTQ(), CalibrationData("x", np.full((1, 4), token)), fused={})
 
 
 quantized = calibrated._quantized

@@ -375,8 +375,9 @@ def float_layers(
 def _checked_config(model: Model, windows: Int[np.ndarray, "W T"]) -> DecoderConfig:
     """The configuration of a model that has embeddings of all tokens."""
     config = model.runnable_config()
-    if int(windows.max()) >= config.vocab:
-        raise QuantError(f"the calibration data has token {windows.max()}, and {model.name} has {config.vocab} tokens")
+    for token in (windows.min(), windows.max()):
+        if not 0 <= token < config.vocab:
+            raise QuantError(f"the calibration data has token {token}, and {model.name} has {config.vocab} tokens")
     return config
 
 
