@@ -109,7 +109,8 @@ def corrected_biases(
             continue
         if bias not in after:
             raise QuantError(f"the bias {bias!r} of {path} is not among the parameters")
-        weight, old = dequantize(after[path], dtype=jnp.float32), found.get(bias, after[bias])  # of two weights, too
+        weight = dequantize(after[path], dtype=jnp.float32)
+        old = found[bias] if bias in found else after[bias]  # two weights may have one bias
         mean = _mean_input(row, seen)
         shift = _mean_output(before[path].astype(jnp.float32) - weight, row, mean, seen[path].batch)
         if seen_quantized is not None:
