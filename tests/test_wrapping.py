@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from fewbit._wrapping import copy_signature, signature_of
+import fewbit as fb
+from fewbit._wrapping import copy_signature, refuse_shared_keywords, signature_of
 
 
 def wrapper() -> Any:
@@ -37,6 +38,17 @@ def test_what_has_no_signature_keeps_that_of_the_wrapper():
         copy_signature(one, fn, second="adapters")
         assert str(inspect.signature(fn)) == "(*args, **kwargs)"
     assert signature_of(max) is None
+
+
+def test_a_keyword_of_both_is_refused_unless_the_function_has_its_own_by_position():
+    def noisy(params, x, key=None):
+        pass
+
+    for fn, args, passed in ((noisy, (0, 0, 1), {"key": 1}), (noisy, (0, 0), {"key": None}), (named, (0, 0), {"key": 1})):
+        refuse_shared_keywords(signature_of(fn), args, passed, "fb.train")
+    refuse_shared_keywords(None, (), {"key": 1}, "fb.train")
+    with pytest.raises(fb.QuantError, match=r"the function takes key= and so does fb\.train, so it is unclear whose it is"):
+        refuse_shared_keywords(signature_of(noisy), (0, 0), {"key": 1}, "fb.train")
 
 
 def test_an_object_that_is_called_has_no_name():

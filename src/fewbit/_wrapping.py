@@ -2,8 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from .errors import QuantError
 
 _ATTRIBUTES = ("__module__", "__name__", "__qualname__", "__doc__")
 
@@ -14,6 +16,27 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(fn)
     except (TypeError, ValueError):
         return None
+
+
+def refuse_shared_keywords(
+    signature: inspect.Signature | None, args: Sequence[object], passed: Mapping[str, object], wrapper: str
+) -> None:
+    """Refuses a keyword argument of a wrapper that the function takes, too: it would not get it.
+
+    Args:
+        signature: the function's.
+        args: its positional arguments; one of them may have the name of a keyword of the wrapper.
+        passed: the values of the wrapper's keywords; None: not passed.
+        wrapper: its name, for the error.
+    """
+    for name, value in passed.items():
+        if signature is None or value is None or name not in signature.parameters:
+            continue
+        if name not in signature.bind_partial(*args).arguments:
+            raise QuantError(
+                f"the function takes {name}= and so does {wrapper}, so it is unclear whose it is; pass the function's by position, "
+                f"or pass a function in which it has another name: lambda params, x, own: fn(params, x, {name}=own)"
+            )
 
 
 def copy_signature(

@@ -168,6 +168,26 @@ def test_the_variables_of_a_trained_module_may_be_a_keyword_argument(variables):
     np.testing.assert_array_equal(trained(variables=variables, x=X), trained(variables, X))
 
 
+def test_a_keyword_that_the_module_takes_too_is_refused():
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x, dropout_key=None):
+            return nn.Dense(16)(x)
+
+        def encode(self, x, key=None):
+            return self(x) + (0 if key is None else 1)
+
+    noisy = Noisy()
+    variables, trained, key = noisy.init(jax.random.key(0), X), fl.train(noisy, "w8a8"), jax.random.key(0)
+    plain = trained(variables, X, key=key)
+    for method in ("encode", Noisy.encode, noisy.encode):
+        np.testing.assert_allclose(trained(variables, X, key, key=key, method=method) - plain, 1, atol=1e-6)
+        with pytest.raises(fb.QuantError, match=r"the function takes key= and so does linen\.train"):
+            trained(variables, X, key=key, method=method)
+    with pytest.raises(fb.QuantError, match=r"the function takes dropout_key= and so does linen\.lora_apply"):
+        fl.lora_apply(noisy, dropout=0.5)(variables, {}, X, dropout_key=key)
+
+
 def test_a_policy_that_draws_takes_a_key(variables):
     arm = fb.Arm("int8", rounding="stochastic")
     recipe = fb.Recipe((fb.Rule("w[io]/kernel", fb.Policy("int8", "int8", dlhs=arm, drhs=arm)),))

@@ -139,6 +139,18 @@ def test_the_products_of_training_are_those_of_the_recipe():
     assert len(re.findall("preferred_element_type=int32", text)) == 9  # each layer forwards, for its weights, for its input
 
 
+def test_a_keyword_that_the_function_takes_too_is_refused():
+    def noisy(model, x, key=None, dropout_key=None):
+        return model(x)
+
+    model, key = nnx.Linear(16, 4, rngs=nnx.Rngs(0)), jax.random.key(0)
+    with pytest.raises(fb.QuantError, match=r"the function takes key= and so does nnx\.train"):
+        fx.train(noisy, "int8")(model, X, key=key)
+    with pytest.raises(fb.QuantError, match=r"the function takes dropout_key= and so does nnx\.lora_apply"):
+        fx.lora_apply(noisy, dropout=0.5)(model, {}, X, dropout_key=key)
+    fx.train(noisy, "int8")(model, X, key, key=key)
+
+
 @pytest.mark.slow
 def test_what_was_trained_is_what_is_served():
     model, recipe = serving(net()), fb.Recipe((fb.Rule(".*kernel", fb.Policy("int4", "int8")),))

@@ -4,6 +4,8 @@ Rules match the paths below the collection `params`, such as `decoder/layers_0/m
 of sharding metadata (`nn.Partitioned`, `nn.LogicallyPartitioned`) are kept and do not appear in paths.
 """
 
+import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int, Key, PyTree
 
+from .._wrapping import refuse_shared_keywords, signature_of
 from ..array.qarray import is_qarray
 from ..array.scheme import Scheme
 from ..calibration.measure import Statistic
@@ -145,8 +148,17 @@ def train(module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded]
     trained = SplitFunction(module.apply, _split).train(recipe, report=report)
 
     # As for `module.apply`, the variables may be a keyword argument.
-    def applied(variables: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
-        return trained(variables, *args, **kwargs)
+    def applied(
+        variables: PyTree,
+        *args: PyTree,
+        key: Key[Array, ""] | None = None,
+        delayed: DelayedState | None = None,
+        sparsity: ModelSparsity | None = None,
+        **kwargs: PyTree,
+    ) -> Any:
+        passed = {"key": key, "delayed": delayed, "sparsity": sparsity}
+        refuse_shared_keywords(_signature(module, kwargs.get("method")), args, passed, "linen.train")
+        return trained(variables, *args, **passed, **kwargs)
 
     return applied
 
@@ -268,7 +280,20 @@ def lora_apply(
     >>> jax.grad(lambda adapters: lora_apply(dense)(variables, adapters, x).sum())(adapters)
     {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
     """
-    return SplitFunction(module.apply, _split).lora_apply(dropout=dropout, fallback=fallback, report=report)
+    run = SplitFunction(module.apply, _split).lora_apply(dropout=dropout, fallback=fallback, report=report)
+
+    def adapted(
+        variables: PyTree,
+        adapters: Mapping[str, Adapter],
+        *args: PyTree,
+        dropout_key: Key[Array, ""] | None = None,
+        **kwargs: PyTree,
+    ) -> Any:
+        signature = _signature(module, kwargs.get("method"))
+        refuse_shared_keywords(signature, args, {"dropout_key": dropout_key}, "linen.lora_apply")
+        return run(variables, adapters, *args, dropout_key=dropout_key, **kwargs)
+
+    return adapted
 
 
 def lora_merge(
@@ -280,6 +305,17 @@ def lora_merge(
         The variables, with parameters inside the same boxes; arrays without an adapter are shared.
     """
     return _split(variables).lora_merge(adapters, scheme=scheme)
+
+
+def _signature(module: LinenModule, method: Callable[..., Any] | str | None) -> inspect.Signature | None:
+    """The signature of the method that `module.apply` calls, without `self`."""
+    if method is None:
+        method = module
+    elif isinstance(method, str):
+        method = getattr(module, method)
+    elif not inspect.ismethod(method):
+        method = functools.partial(method, module)
+    return signature_of(method)
 
 
 def _split(variables: PyTree) -> SplitModel:

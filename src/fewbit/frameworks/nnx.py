@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int, Key, PyTree
 
+from .._wrapping import refuse_shared_keywords, signature_of
 from ..array.qarray import is_qarray
 from ..array.scheme import Scheme
 from ..calibration.measure import Statistic
@@ -157,7 +158,7 @@ def train(
     >>> gradient["kernel"].shape
     (64, 32)
     """
-    run = _with_changes(fn).train(recipe, report=report)
+    run, signature = _with_changes(fn).train(recipe, report=report), signature_of(fn)
 
     @functools.wraps(fn)  # nnx.grad reads the signature
     def trained(
@@ -167,6 +168,7 @@ def train(
         sparsity: ModelSparsity | None = None,
         **kwargs: PyTree,
     ) -> Any:
+        refuse_shared_keywords(signature, args, {"key": key, "delayed": delayed, "sparsity": sparsity}, "nnx.train")
         return _written((args, kwargs), *run((args, kwargs), key=key, delayed=delayed, sparsity=sparsity))
 
     return trained
@@ -287,7 +289,7 @@ def lora_apply(
     >>> jax.grad(lambda adapters: adapted(model, adapters, x))(adapters)
     {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
     """
-    run = _with_changes(fn).lora_apply(dropout=dropout, fallback=fallback, report=report)
+    run, signature = _with_changes(fn).lora_apply(dropout=dropout, fallback=fallback, report=report), signature_of(fn)
 
     @functools.wraps(fn)
     def adapted(
@@ -297,6 +299,7 @@ def lora_apply(
         dropout_key: Key[Array, ""] | None = None,
         **kwargs: PyTree,
     ) -> Any:
+        refuse_shared_keywords(signature, (model, *args), {"dropout_key": dropout_key}, "nnx.lora_apply")
         call = ((model, *args), kwargs)
         return _written(call, *run(call, adapters, dropout_key=dropout_key))
 

@@ -1,17 +1,15 @@
 """Quantization-aware and fully quantized training of unchanged code."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from .._wrapping import copy_signature, signature_of
+from .._wrapping import copy_signature, refuse_shared_keywords, signature_of
 from ..array import scheme
 from ..array.scheme import Scheme
-from ..errors import QuantError
 from ..ops.interpret.parameter_uses import parameter_paths, with_leaves
 from ..ops.interpret.traced import Traced, array_leaves
 from ..ops.interpret.transparent import Decoded, evaluate, evaluator
@@ -92,7 +90,8 @@ def train(
         sparsity: ModelSparsity | None = None,
         **kwargs: object,
     ) -> R:
-        _check_own_keywords(signature, (params, *args), {"key": key, "delayed": delayed, "sparsity": sparsity})
+        passed = {"key": key, "delayed": delayed, "sparsity": sparsity}
+        refuse_shared_keywords(signature, (params, *args), passed, "fb.train")
         traced = Traced.of(fn, (params, *args), kwargs)
         found = Resolution.of_traced(resolved, traced, params)
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
@@ -110,18 +109,6 @@ def train(
 
     copy_signature(fn, trained, keywords=_KEYWORDS)
     return trained
-
-
-def _check_own_keywords(signature: inspect.Signature | None, args: Sequence[PyTree], passed: Mapping[str, object]) -> None:
-    """Refuses a keyword argument that the function takes, too: it would not get it."""
-    for name, value in passed.items():
-        if signature is None or value is None or name not in signature.parameters:
-            continue
-        if name not in signature.bind_partial(*args).arguments:
-            raise QuantError(
-                f"the function takes {name}= and so does fb.train, so it is unclear whose it is; pass the function's by position, "
-                f"or train a function in which it has another name: lambda params, x, own: fn(params, x, {name}=own)"
-            )
 
 
 def _latents(

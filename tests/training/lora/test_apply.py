@@ -354,6 +354,10 @@ def test_dropout_needs_a_key_and_drops_what_the_factors_see():
             run(params, {"w": adapter}, x, **kwargs)
     with pytest.raises(QuantError, match="dropout is 1"):
         fb.lora.apply(fn, dropout=1.0)
+    with pytest.raises(QuantError, match=r"the function takes dropout_key= and so does fb\.lora\.apply"):
+        fb.lora.apply(lambda params, x, dropout_key: fn(params, x), dropout=0.5)(
+            params, {}, x, dropout_key=jax.random.key(0)
+        )
 
 
 @pytest.mark.parametrize("held", ["float32", "nf4"])

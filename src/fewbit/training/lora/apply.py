@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from ..._wrapping import copy_signature
+from ..._wrapping import copy_signature, refuse_shared_keywords, signature_of
 from ...array.qarray import QArray
 from ...errors import QuantError
 from ...ops.interpret.evaluator import Decoded
@@ -46,11 +46,11 @@ def apply(
 
     Returns:
         A function `(params, adapters, *args, dropout_key=None, **kwargs)`, where `adapters` is a dictionary by path like
-        that of `init`. With dropout it requires the key.
+        that of `init`. With dropout it requires the key. A function with an argument `dropout_key` gets its own by position.
 
     Raises:
-        QuantError: for a dropout outside [0, 1); when called, for adapters that do not fit the parameters, and for a key
-            without dropout or dropout without a key.
+        QuantError: for a dropout outside [0, 1); when called, for adapters that do not fit the parameters, for a key
+            without dropout or dropout without a key, and for a key by keyword if the function takes it too.
         UnsupportedError: under "error", when called, for the first operation that needs an array.
 
     >>> from fewbit.training.lora import init
@@ -63,7 +63,7 @@ def apply(
     """
     if not 0 <= dropout < 1:
         raise QuantError(f"dropout is {dropout}, must be at least 0 and below 1")
-    inner = transparent(fn, fallback=fallback, report=report)
+    inner, signature = transparent(fn, fallback=fallback, report=report), signature_of(fn)
 
     def adapted(
         params: PyTree,
@@ -72,6 +72,7 @@ def apply(
         dropout_key: Key[Array, ""] | None = None,
         **kwargs: object,
     ) -> PyTree:
+        refuse_shared_keywords(signature, (params, *args), {"dropout_key": dropout_key}, "fb.lora.apply")
         if dropout and dropout_key is None:
             raise QuantError(f"a function adapted with dropout={dropout} needs a dropout_key")
         if not dropout and dropout_key is not None:
