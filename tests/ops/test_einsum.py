@@ -57,6 +57,29 @@ def test_a_policy_of_another_type_is_refused(unchecked):
             fb.einsum("bi,oi->bo", x, w, policy=wrong)
 
 
+@pytest.mark.parametrize(
+    ("subscripts", "shapes", "reason"),
+    [
+        ("bi,oij->bo", [(2, 32), (8, 32, 3)], r"summed or repeated within it before the product \(reduce_sum\)"),
+        ("bi,ii->bi", [(2, 32), (32, 32)], "summed or repeated within it before the product"),
+        ("oi->io", [(8, 32)], "'oi->io' has no product"),
+    ],
+)
+def test_a_policy_that_no_product_of_the_weight_could_follow_is_refused(subscripts, shapes, reason):
+    with pytest.raises(fb.QuantError, match=reason):
+        fb.einsum(subscripts, *map(jnp.ones, shapes), policy=fb.Policy("int8", "int8"))
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [("...i,oi->...o", [(2, 32), (8, 32)]), ("bi,bi->bi", [(2, 32), (2, 32)]), ("i,->i", [(32,), ()])],
+)
+def test_a_policy_reaches_the_product(subscripts, shapes):
+    x, w = (jnp.linspace(0.3, 1, np.prod(shape, dtype=int)).reshape(shape) for shape in shapes)
+    found = fb.einsum(subscripts, x, w, policy=fb.Policy("int2", "int2"))
+    assert not jnp.array_equal(found, jnp.einsum(subscripts, x, w))
+
+
 def test_the_key_reaches_a_policy_that_a_qarray_carries():
     """Bit for bit as in `dot_general`, through a transpose and in both operands' gradients."""
     rng = np.random.default_rng(0)

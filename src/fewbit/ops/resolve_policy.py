@@ -153,14 +153,14 @@ def _carried_policy(weight: object, other: object) -> Policy | None:
     policies = [x.policy for x in carriers if isinstance(x.policy, Policy)]
     if len(set(policies)) > 1:
         policies = [policy for policy in policies if not policy.is_weight_only] or policies
-        if len({_apart_from_weight(policy) for policy in policies}) > 1:
+        if len({_except_weight(policy) for policy in policies}) > 1:
             shown = " and ".join(f"{x.label} ({x.policy})" if isinstance(x, Latent) else str(x.policy) for x in carriers)
             raise QuantError(
-                f"the operands carry different policies: {shown}; pass policy=, or give both the same apart from the weight's scheme"
+                f"the operands carry different policies: {shown}; pass policy=, or give both the same except for the weight's scheme"
             )
     return next(iter(policies), None)
 
 
-def _apart_from_weight(policy: Policy) -> tuple[Any, ...]:
-    """The fields of a policy but `weight`."""
+def _except_weight(policy: Policy) -> tuple[Any, ...]:
+    """The fields of a policy except `weight`."""
     return tuple(getattr(policy, field.name) for field in dataclasses.fields(policy) if field.name != "weight")
