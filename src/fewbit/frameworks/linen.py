@@ -309,13 +309,11 @@ def lora_merge(
 
 def _signature(module: LinenModule, method: Callable[..., Any] | str | None) -> inspect.Signature | None:
     """The signature of the method that `module.apply` calls, without `self`."""
-    if method is None:
-        method = module
-    elif isinstance(method, str):
-        method = getattr(module, method)
-    elif not inspect.ismethod(method):
-        method = functools.partial(method, module)
-    return signature_of(method)
+    if method is None or isinstance(method, str):
+        return signature_of(getattr(module, method or "__call__"))
+    if inspect.ismethod(method):
+        return signature_of(method)
+    return signature_of(functools.partial(method, module))
 
 
 def _split(variables: PyTree) -> SplitModel:
