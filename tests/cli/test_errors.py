@@ -145,6 +145,21 @@ def test_a_chart_of_another_kind_is_refused_before_the_work(tmp_path):
     assert "no does not exist" in fail("compare", model, "--chart", tmp_path / "no" / "chart.svg")
 
 
+def test_an_empty_recipe_and_endless_bits(flat):
+    assert "unknown recipe ''" in fail("plan", flat, "-r", "")
+    assert "bits per weight are inf" in fail("plan", flat, "--bits", "inf", "--candidates", "int8")
+
+
+def test_a_plan_for_a_layout_that_cannot_store_it(flat):
+    assert "cannot become a GGUF file" in fail("plan", flat, "-r", "q8_0", "--to", "gguf")
+    assert "--to 'ggfu' is not a file layout" in fail("plan", flat, "-r", "int8", "--to", "ggfu")
+
+
+def test_the_demo_replaces_no_files_of_others(tmp_path):
+    (tmp_path / "report.json").write_text("{}")
+    assert "report.json is not of an earlier demo" in fail("demo", tmp_path, "-o", tmp_path)
+
+
 def test_recipes_given_twice(flat):
     assert "each once" in fail("compare", flat, "-r", "int8,int8")
 
@@ -161,6 +176,9 @@ def test_a_log_replaces_neither_the_model_nor_a_binary_file(flat, tmp_path):
     arguments = ["quantize", flat, "-o", tmp_path / "out", "-r", "int8", "--log"]
     assert "is the model itself" in fail(*arguments, flat)
     assert "is not a text file" in fail(*arguments, other)
+    for log in ("out", "out/log.txt", "out.report.html"):
+        assert "which is an output; name another file" in fail(*arguments, tmp_path / log)
+    assert "which is an output" in fail("convert", flat, tmp_path / "out", "--log", tmp_path / "out")
     assert flat.read_bytes() == before
     assert not (tmp_path / "out").exists()
 

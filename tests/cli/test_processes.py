@@ -34,6 +34,17 @@ def test_a_process_ends_with_the_status_and_one_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_reader_that_has_exited_ends_the_command_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(
+            [*COMMAND, "schemes"], stdout=closed, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
 def test_a_stopped_run_leaves_what_stood_and_a_second_run_finishes(tmp_path, kind, status):
     shapes = [(8, 32 * (i + 1)) for i in range(20)]  # each compiles anew, so there is time to interrupt

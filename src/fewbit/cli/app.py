@@ -44,6 +44,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except (QuantError, UnsupportedError) as error:
             message, status = str(error), FAILED
+        except BrokenPipeError:  # the reader of our output, such as `head`, has exited
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+            raise typer.Exit(FAILED) from None
         except OSError as error:
             message, status = _system_message(error), FAILED
         except KeyboardInterrupt as error:
@@ -100,11 +103,7 @@ def run() -> None:
     # Plans look up module classes in transformers, which must not download anything.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     keep_compiled_programs()
-    try:
-        app()
-    except BrokenPipeError:  # the reader of our output, such as `head`, has exited
-        sys.stderr.close()
-        sys.exit(FAILED)
+    app()
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

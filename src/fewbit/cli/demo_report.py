@@ -2,10 +2,12 @@
 
 import dataclasses
 import json as jsonlib
+import os
 import time
 from pathlib import Path
 from typing import Any
 
+from ..errors import QuantError
 from ..evaluate.chart import check_chart_path, save_chart
 from ..evaluate.report.facts import ModelFacts
 from ..evaluate.report.page import check_page_path, save_page
@@ -37,6 +39,7 @@ def show_demo(
     path: Path, output: Path, *, text: str | None, tokens: int | None, rotation_seed: int | None, full: bool, json: bool
 ) -> None:
     """Runs the demo and prints it, as text or as one JSON object at the end."""
+    _check_earlier_files(output)
     start = time.perf_counter()
     if not json:
         say(f"fewbit demo: {path}, {len(RECIPES)} recipes, one after another")
@@ -69,6 +72,15 @@ def show_demo(
         emit_json({**form, "seconds": seconds})
         return
     _show_end(started, done, output, seconds)
+
+
+def _check_earlier_files(output: Path) -> None:
+    """Refuses a directory with files that the demo would replace and did not write: it writes its page before the others."""
+    for name in (CHART, REPORT):
+        if os.path.lexists(output / name) and not os.path.lexists(output / PAGE):
+            raise QuantError(
+                f"{output / name} is not of an earlier demo, which writes a {PAGE}, too; choose another --output"
+            )
 
 
 def step_lines(step: DemoStep, started: Demo) -> list[str]:

@@ -90,13 +90,17 @@ def progress_bar(title: str, total: float) -> Iterator[Bar]:
         yield Bar(advance, lambda line: progress.console.print(line, soft_wrap=True))
 
 
-def check_log_path(path: pathlib.Path, sources: Iterable[pathlib.Path]) -> None:
+def check_log_path(path: pathlib.Path, sources: Iterable[pathlib.Path], outputs: Iterable[pathlib.Path]) -> None:
     """Checks early where log lines are to be written. A device, such as /dev/null, is one such place.
 
     Raises:
-        QuantError: for a file of the sources, one that is not text, and one in a directory that does not exist.
+        QuantError: for a file of the sources, one that is or lies in an output, one that is not text, and one in a directory that
+            does not exist.
     """
     real = path.resolve()
+    for output in outputs:
+        if output.resolve() in (real, *real.parents):
+            raise QuantError(f"log {path} would be written over {output}, which is an output; name another file")
     if real.exists() and not real.is_file() and not real.is_dir():
         return
     kind = OutputKind(_not_text, "run.log", "is not a text file", makes_parents=False)

@@ -58,8 +58,8 @@ def planned(
     """
     if names and (plan is not None or keep):
         raise QuantError("--bits makes the plan itself; leave out --plan and --keep")
-    if names:
-        recipe = recipe or names[0]
+    if names and recipe is None:
+        recipe = names[0]
     if sum((recipe is not None, plan is not None, keep)) != 1:
         raise QuantError("pass exactly one of --recipe, --plan, --keep and --bits; `fewbit recipes` lists the recipes")
     if keep:

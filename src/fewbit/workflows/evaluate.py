@@ -411,9 +411,8 @@ def evaluation_windows(
         window = min(WINDOW, runs.context or WINDOW)
     tokenizer = model.readable_tokenizer()
     ids, start_ids = tokenizer.encode(text), tokenizer.start_ids
-    largest = max((*start_ids, ids.max(initial=0)))
-    if runs.vocab is not None and largest >= runs.vocab:
-        raise QuantError(f"the tokenizer of {model.name} gives token {largest}, but its vocabulary has {runs.vocab} tokens")
+    if runs.vocab is not None:
+        model.check_tokens(np.append(ids, start_ids), runs.vocab)
     if len(start_ids) > window:
         raise QuantError(
             f"window is {window} tokens, but the tokenizer of {model.name} begins every text with {len(start_ids)}"

@@ -116,10 +116,7 @@ def generate_text(
     config, tokenizer = model.runnable_config(), model.readable_tokenizer()
     start = time.perf_counter()
     ids, is_chat = _prompt_ids(tokenizer, prompt, chat)
-    if ids.max() >= config.vocab:
-        raise QuantError(
-            f"the tokenizer of {model.name} gives token {ids.max()}, but its vocabulary has {config.vocab} tokens"
-        )
+    model.check_tokens(ids, config.vocab)
     key = jax.random.key(seed or 0) if temperature > 0 else None
     padded, max_length = _padded_lengths(len(ids), max_tokens, config)
     generator = TokenGenerator(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv, max_length=max_length)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..array.qarray import QArray
 from ..array.scheme import laid_along
-from ..errors import UnsupportedError
+from ..errors import QuantError, UnsupportedError
 from ..io.checkpoint import TensorInfo
 from ..kernels.quantize.dispatch import dequantize
 from ..models.config import DecoderConfig
@@ -108,6 +108,13 @@ class Model:
         if self.tokenizer is None:
             raise UnsupportedError(f"{self.path} has no tokenizer: {self.why_no_tokenizer}")
         return self.tokenizer
+
+    def check_tokens(self, tokens: np.ndarray, vocab: int) -> None:
+        """Raises QuantError for tokens of the tokenizer without an embedding; some files' vocabularies are too small for it."""
+        if tokens.max(initial=0) >= vocab:
+            raise QuantError(
+                f"the tokenizer of {self.name} gives token {tokens.max()}, but its vocabulary has {vocab} tokens"
+            )
 
     def params(self) -> dict[str, Any]:
         """The pytree of parameters as stored, with quantized leaves as QArrays."""

@@ -45,6 +45,7 @@ def plan(
     save: Annotated[
         Path | None, path_option("--save", help="Write the plan here as JSON, to edit and pass to quantize --plan.")
     ] = None,
+    to: To = "fewbit",
     bits: Bits = None,
     candidates: Candidates = None,
     measure: MeasureLosses = False,
@@ -60,8 +61,10 @@ def plan(
 ) -> None:
     """Shows what a recipe does to every parameter of a model.
 
-    With --bits it chooses schemes for a number of bits. It quantizes nothing.
+    With --bits it chooses schemes for a number of bits. With --to it takes the plan only if the layout stores it. It quantizes
+    nothing.
     """
+    from ...workflows.convert.targets import check_target, fitted, prepared
     from ...workflows.load import load
     from ...workflows.methods.allocation import forget
     from ...workflows.plan import plan_model, unknown_roles
@@ -69,7 +72,7 @@ def plan(
     from ..quantize_report import candidate_names, check_plan_path, chosen_method, with_bits, with_counted_experts
     from ..render import plan_lines, plan_totals
 
-    names = candidate_names(bits, candidates)
+    names = candidate_names(bits, candidates, to)
     if recipe is None and not names:
         raise QuantError("a recipe is missing: pass --recipe NAME; `fewbit recipes` lists them")
     if seed is not None and bits is None:
@@ -87,9 +90,11 @@ def plan(
         )
     windows = calibration_windows, calibration_window
     chosen = chosen_method(method, opened, calibration_text, *windows, bits=bits, unseen=unseen_experts)
-    made = plan_model(opened, recipe=recipe or names[0])
+    source = prepared(to, opened)
+    made = fitted(to, source, plan_model(opened, recipe=names[0] if recipe is None else recipe))
     if bits is not None:
-        made = with_bits(opened, made, bits, candidates, chosen, calibration_text, seed or 0, out=save, measure=measure)
+        made = with_bits(source, made, bits, candidates, chosen, calibration_text, seed or 0, to, save, measure)
+    check_target(to, source, made)
     if has_experts and chosen.calibration is not None:
         made = with_counted_experts(opened, made, chosen)
     if strict and (message := unknown_roles(made)) is not None:
@@ -217,7 +222,7 @@ def quantize(
     if report:
         check_page_path(page_path(output), overwrite=overwrite, sources=[opened.path])
     if log is not None:
-        check_log_path(log, [opened.path])
+        check_log_path(log, [opened.path], [output, page_path(output)])
     skipped = "no process has read the whole model" if distributed else why_no_check(opened, check, text)
     if skipped is None:
         evaluation_windows(opened, find_text(text or default_text_name()).content)  # refuses a text before any work
@@ -344,7 +349,7 @@ def convert(
     opened = load(model)
     check_path(to, output, opened, overwrite=overwrite)
     if log is not None:
-        check_log_path(log, [opened.path])
+        check_log_path(log, [opened.path], [output])
     made = plan_model(opened, recipe=KEEP)
     check_target(to, opened, made)
     outcome = written(opened, made, output, to=to, overwrite=overwrite, log=log)

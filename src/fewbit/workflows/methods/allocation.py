@@ -9,6 +9,7 @@ model with one group of weights in one scheme can be measured, too, by a run of 
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -228,6 +229,8 @@ def _check_smallest(plan: Plan, sizes: Mapping[tuple[str, ...], Iterable[int]], 
     size, chosen = sum(row.size for row in plan), {path for paths in sizes for path in paths}
     fixed = sum(row.bytes_after for row in plan if row.path not in chosen)
     smallest = fixed + sum(map(min, sizes.values()))
+    if not math.isfinite(bits):
+        raise QuantError(f"bits per weight are {bits}; pass a finite number, as in 4.5")
     if 8 * smallest > bits * size:
         raise QuantError(f"{bits} bits per weight cannot be reached: the smallest candidates take {8 * smallest / size:.3f}")
     return fixed
