@@ -23,6 +23,14 @@ def test_blocks_are_those_of_the_packed_form(name: str, dim: int) -> None:
     assert torch.equal((back if dim == -1 else back.mT).reshape(4, 64), fbt.dequantize(q))
 
 
+def test_zero_points_are_subtracted_and_offsets_refused() -> None:
+    W = torch.tensor(np.random.default_rng(0).normal(size=(4, 2, 32)).astype(np.float32))
+    back = fbt.dequantize_blocks(*fbt.quantize_blocks(W, "uint4"))
+    assert torch.equal(back.reshape(4, 64), fbt.quantize(W.reshape(4, 64), "uint4_g32").dequantize())
+    with pytest.raises(fb.QuantError, match="scheme q4_1 has float offsets"):
+        fbt.quantize_blocks(W, "q4_1")
+
+
 @pytest.mark.slow
 def test_activations_meet_the_blocks_in_a_row() -> None:
     rng = np.random.default_rng(1)

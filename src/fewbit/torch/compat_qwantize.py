@@ -7,8 +7,10 @@ import torch
 
 from ..array import scheme as as_scheme
 from ..array.packing import unpack
-from ..array.quantize import scale_values
+from ..array.quantize import expanded_zero_point, scale_values
 from ..array.scheme import Scheme
+from ..errors import QuantError
+from ..formats.format import AbstractFormat
 from . import dlpack as handover
 from .qtensor import to_qarray
 from .quantize import Method, quantize
@@ -31,24 +33,29 @@ def quantize_blocks(
         X: activations `[samples, blocks * block]`, for the method "hessian" only.
 
     Returns:
-        `(scales, quants)`: float32 scales, of the shape of `W` without `dim`, and float32 numbers of the format, of the
-        shape of `W`; `quants * scales.unsqueeze(dim)` dequantizes.
+        `(scales, quants)`: float32 scales, of the shape of `W` without `dim`, and float32 numbers of the format less their
+        integer zero point, of the shape of `W`; `quants * scales.unsqueeze(dim)` dequantizes.
 
     Raises:
-        QuantError: as for `quantize`.
+        QuantError: as for `quantize`, and for a scheme with float offsets (`q4_1`).
 
     >>> import torch
     >>> scales, quants = quantize_blocks(torch.tensor([[[6.0, -0.4], [0.0, 1.2]]]), "mxfp4")
     >>> scales.tolist(), quants.tolist()
     ([[1.0, 0.25]], [[[6.0, -0.5], [0.0, 4.0]]])
     """
+    scheme = as_scheme(scheme)
+    if not isinstance(scheme.zero_point, AbstractFormat | None):
+        raise QuantError(f"scheme {scheme.name} has float offsets, which quants * scales lacks; use fewbit.torch.quantize")
     blocks = W.movedim(dim, -1)
     rows = blocks.flatten(-min(2, blocks.ndim))  # [..., blocks * block]
-    q = to_qarray(quantize(rows, as_scheme(scheme).with_tile(blocks.shape[-1]), -1, method, X))
+    q = to_qarray(quantize(rows, scheme.with_tile(blocks.shape[-1]), -1, method, X))
     fmt = q.scheme.format
-    numbers = handover.tensor(fmt.decode(unpack(q.codes, fmt.bits, q.shape[-1], q.scheme.packing)))
-    scales = handover.tensor(scale_values(q))
-    return scales.reshape(blocks.shape[:-1]), numbers.reshape(blocks.shape).movedim(-1, dim)
+    numbers = fmt.decode(unpack(q.codes, fmt.bits, q.shape[-1], q.scheme.packing))
+    if q.zero_point is not None:
+        numbers = numbers - expanded_zero_point(q).astype(numbers.dtype)
+    scales, quants = handover.tensor(scale_values(q)), handover.tensor(numbers)
+    return scales.reshape(blocks.shape[:-1]), quants.reshape(blocks.shape).movedim(-1, dim)
 
 
 def dequantize_blocks(scales: torch.Tensor, quants: torch.Tensor, dim: int = -1) -> torch.Tensor:
