@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.array.scales import MSE, MX, MinMax
+from fewbit.array.quantize import scale_values
+from fewbit.array.scales import MSE, MX, MinMax, parse_calibration
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.formats import FORMATS
 from tests.conformance import array_laws as laws
@@ -288,3 +289,28 @@ def test_the_tensor_scale_is_that_of_the_largest_finite_magnitude(odd: float, ba
         largest = np.abs(y[np.isfinite(y)]).max()
         q = fb.quantize(jnp.asarray(y), scheme, backend=backend)
         np.testing.assert_allclose(q.tensor_scale.item(), largest / np.float32(6 * 448), rtol=2.0**-23)
+
+
+@pytest.mark.parametrize("calibration", ["fixed,6", "absmax,2", "rms,4"])
+def test_a_tensor_scale_is_large_enough_for_a_range_beyond_the_amax(calibration: str):
+    scheme = dataclasses.replace(fb.scheme("nvfp4"), calibration=parse_calibration(calibration))
+    x = jnp.ones((2, 32)).at[0].set(jnp.nan).at[1, 16:].set(0.25)
+    expected = {"fixed,6": [1, 1], "absmax,2": [2 / 6, 0.5 / 6], "rms,4": [4 / 6, 1 / 6]}[calibration]
+    np.testing.assert_allclose(scale_values(fb.quantize(x, scheme))[1], expected, rtol=2.0**-4)
+
+
+def test_a_known_range_has_the_same_tensor_scale_for_every_array():
+    scheme = dataclasses.replace(fb.scheme("nvfp4"), calibration=parse_calibration("fixed,6"))
+    small, large = (fb.quantize(jnp.full((1, 16), amax), scheme) for amax in (1.0, 60.0))
+    assert small.tensor_scale == large.tensor_scale
+
+
+@pytest.mark.parametrize(("calibration", "zero_point"), [("minmax", FORMATS["uint4"]), ("mse", "float32")])
+def test_a_tensor_scale_is_large_enough_for_a_range_on_both_sides_of_zero(calibration, zero_point):
+    scheme = fb.Scheme(
+        FORMATS["uint4"], {...: 1, -1: 16}, FORMATS["e4m3fn"], True, zero_point, parse_calibration(calibration)
+    )
+    x = jnp.linspace(-1, 1, 16)[None]
+    rounded, stochastic = (fb.dequantize(fb.quantize(x, scheme, key=key)) for key in (None, jax.random.key(0)))
+    assert np.abs(rounded - x).max() <= 2 / 15 * (1 + 2.0**-4)  # a step, of a scale that is rounded to E4M3
+    assert np.abs(stochastic - x).max() <= 2 / 14 * (1 + 2.0**-3)  # of one that is rounded up

@@ -129,8 +129,12 @@ def chosen_scales(
             low = blocked_scale(_for_tiles(offset, counts), tiles)
         target = _target(bound, chosen_tensor_scale(ideal, 1.0, bound))
     elif is_widened:
-        target = _target(bound, chosen_tensor_scale(view.x, bound.format.max, bound))
-        ideal, low = unsaturated(view, target, bound.calibration)
+        ideal, low = unsaturated(view, _target(bound, None), bound.calibration)
+        if bound.zero_point is None and not bound.calibration.exceeds_amax:
+            unit = chosen_tensor_scale(view.x, bound.format.max, bound)
+        else:
+            unit = chosen_tensor_scale(jnp.where(view.is_finite, ideal, jnp.nan), 1.0, bound)
+        target = _target(bound, unit)
     else:
         unit = tensor_scale_of(x, bound, error_weights)
         target = _target(bound, jax.tree.map(lambda leaf: leaf.reshape((1,) * view.x.ndim), unit))
@@ -361,19 +365,27 @@ def tensor_scale_of(
     if not scheme.tensor_scale:
         return None
     x, calibration, holder = x.astype(jnp.float32), scheme.calibration, scheme.scale
+    tiles = scheme.tiles(x.ndim)
+    if calibration.exceeds_amax:
+        view = _view(x, tiles, None, scheme)
+        scale, _ = calibration.scale(view, _target(scheme, None))
+        unit = chosen_tensor_scale(jnp.where(view.is_finite, scale, jnp.nan), 1.0, scheme)
+        return jax.tree.map(lambda leaf: leaf.reshape((1,) * x.ndim), unit)
     rows, largest = None, None
     if kernels is not None:
         rows = kernels.row_magnitudes(x)
         largest = jnp.max(rows[..., 0], keepdims=True).reshape((1,) * x.ndim)
-    smallest = chosen_tensor_scale(x, scheme.format.bound, scheme, largest)
-    if smallest is None or not calibration.searches_tensor_scale:
+    bound = scheme.format.bound
+    if scheme.zero_point is not None:  # the widest range is -amax to amax
+        bound = (scheme.format.max - scheme.format.min) / 2
+    smallest = chosen_tensor_scale(x, bound, scheme, largest)
+    if smallest is None or scheme.zero_point is not None or not calibration.searches_tensor_scale:
         return smallest
     if not isinstance(holder, AbstractFormat) or isinstance(holder, E8M0):
         return smallest
     weights = None
     if error_weights is not None:
         weights = jnp.broadcast_to(jnp.asarray(error_weights, jnp.float32), x.shape)
-    tiles = scheme.tiles(x.ndim)
     return best_tensor_scale(x, weights, tiles, smallest, scheme.format, holder, calibration, kernels, rows)
 
 

@@ -75,6 +75,10 @@ class HalfQuadratic(AbstractCalibration):
     settings: HQQ
 
     @property
+    def exceeds_amax(self) -> bool:
+        return self.own.exceeds_amax
+
+    @property
     def searches_tensor_scale(self) -> bool:
         return self.own.searches_tensor_scale
 

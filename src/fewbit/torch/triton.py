@@ -88,11 +88,12 @@ def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
     """The tensor scale of the scheme's calibration, as fewbit in JAX has it. None without one.
 
     The largest finite magnitude over the largest product of a number and a scale, or, for a calibration that searches it, the best of
-    a few multiples of that; the search runs in JAX on the CPU.
+    a few multiples of that. The search runs in JAX on the CPU, and so do calibrations whose ranges exceed the largest magnitude.
     """
     if not scheme.tensor_scale:
         return None
-    if scheme.calibration.searches_tensor_scale and (unit := tensor_scale_of(array(W.detach().cpu()), scheme)) is not None:
+    in_jax = scheme.calibration.searches_tensor_scale or scheme.calibration.exceeds_amax
+    if in_jax and (unit := tensor_scale_of(array(W.detach().cpu()), scheme)) is not None:
         return tensor(unit).reshape(()).to(W.device)
     holder: Any = scheme.scale
     largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest

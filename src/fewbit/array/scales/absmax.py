@@ -26,6 +26,10 @@ class AbsMax(AbstractCalibration):
     def clips(self) -> bool:
         return self.factor < 1
 
+    @property
+    def exceeds_amax(self) -> bool:
+        return self.factor > 1
+
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         high = tiles.amax * self.factor
         return symmetric_or_range(-high, high, target)

@@ -175,6 +175,14 @@ class AbstractCalibration(abc.ABC):
         return False
 
     @property
+    def exceeds_amax(self) -> bool:
+        """Whether ranges may exceed the largest magnitude of the array.
+
+        Then a tensor scale is chosen for the largest of the calibration's own scales.
+        """
+        return False
+
+    @property
     def searches_tensor_scale(self) -> bool:
         """Whether a tensor scale is searched, see `best_tensor_scale`."""
         return False

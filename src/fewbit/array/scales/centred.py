@@ -18,6 +18,7 @@ class CentredAbsMax(AbstractCalibration):
     """
 
     name: ClassVar[str] = "centred"
+    exceeds_amax: ClassVar[bool] = True
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if not target.asymmetric:

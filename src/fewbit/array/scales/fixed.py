@@ -21,6 +21,7 @@ class Fixed(AbstractCalibration):
 
     name: ClassVar[str] = "fixed"
     clips: ClassVar[bool] = True
+    exceeds_amax: ClassVar[bool] = True
     low: float
     high: float
 

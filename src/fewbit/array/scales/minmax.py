@@ -32,6 +32,10 @@ class MinMax(AbstractCalibration):
     def clips(self) -> bool:
         return self.factor < 1
 
+    @property
+    def exceeds_amax(self) -> bool:
+        return self.factor > 1
+
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if self.contains_zero:
             low, high = jnp.minimum(tiles.over(jnp.min, tiles.x), 0), jnp.maximum(tiles.over(jnp.max, tiles.x), 0)

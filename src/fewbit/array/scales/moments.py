@@ -19,6 +19,7 @@ class RMS(AbstractCalibration):
 
     name: ClassVar[str] = "rms"
     clips: ClassVar[bool] = True
+    exceeds_amax: ClassVar[bool] = True
     factor: float
 
     def __post_init__(self) -> None:
@@ -43,6 +44,7 @@ class AbsMean(AbstractCalibration):
     """
 
     name: ClassVar[str] = "absmean"
+    exceeds_amax: ClassVar[bool] = True
     factor: float = 1.0
 
     def __post_init__(self) -> None:

@@ -22,7 +22,8 @@ class MSE(AbstractCalibration):
     - Scales stored in a small format (E8M0, E4M3) are searched exactly: every storable scale that can be optimal is tried.
       For NVFP4 (E2M1 codes, E4M3 scales, tiles up to 32, no weights) that is a proven window of 11 or 12 codes; otherwise
       the search continues while any tile can gain.
-    - The tensor scale of two-level schemes is the best of four candidates, each with the exact search of its tiles' scales.
+    - The tensor scale of symmetric two-level schemes is the best of four candidates, each with the exact search of its
+      tiles' scales.
     - Float scales are searched on a grid of `steps` fractions of the absmax range, down to `low`; `exact` searches all.
     - Scale and offset of asymmetric schemes are searched together, see `joint`.
 
