@@ -182,6 +182,7 @@ class Evaluator:
             return bound(eqn, values)
         name, rules = eqn.primitive.name, self.rules_around
         if has_proxy:  # an ArrayProxy has its own
+            values = [value.as_operand(name, values) if isinstance(value, ArrayProxy) else value for value in values]
             rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), self.rules)
         rule = rules.get(name, self.shared.get(name))
         reason = "fewbit has no rule for it"

@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeGuard
 
 import jax
@@ -43,6 +43,10 @@ class ArrayProxy(abc.ABC):
     @abc.abstractmethod
     def array(self) -> jax.Array:
         """The array that it replaces."""
+
+    def as_operand(self, primitive: str, values: Sequence[Any]) -> Any:
+        """What an equation gets: the proxy, or an array or QArray in its place. `values` are all of its operands."""
+        return self
 
     @abc.abstractmethod
     def stacked(self) -> Self:

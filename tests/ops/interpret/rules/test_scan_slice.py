@@ -121,3 +121,26 @@ def test_what_is_no_product_takes_the_array_by_itself():
     np.testing.assert_allclose(x, fb.dequantize(q)[:, 3].sum(0, keepdims=True), atol=1e-6)
     assert fb.is_qarray(turned) and not isinstance(turned, ScanSlice)
     np.testing.assert_array_equal(fb.dequantize(turned), fb.dequantize(q).swapaxes(1, 2))
+
+
+def test_a_trained_parameter_beside_the_stack_computes_as_with_layers_one_by_one():
+    q, w, x = stack("int8"), jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / 10, jnp.ones((2, WIDTH)) / 10
+    layers = [jax.tree.map(lambda leaf: leaf[i], q) for i in range(LAYERS)]  # noqa: B023
+
+    def layer(w, x, s):
+        scores = jax.checkpoint(lambda x, s: jnp.tanh(x @ s) @ x.T)(x, s)  # the second product has no parameter
+        rows, _ = lax.scan(lambda total, row: (total + row @ w.T, None), jnp.zeros(WIDTH), s)  # it slices s again
+        return jnp.tanh(x @ (w @ s)) + rows[None] + scores.sum()
+
+    def looped(p, x):
+        return lax.scan(lambda x, s: (layer(p["w"], x, s), None), x, p["s"])[0]
+
+    def unrolled(p, x):
+        for s in p["s"]:
+            x = layer(p["w"], x, s)
+        return x
+
+    recipe = fb.Recipe((fb.Rule("w", "int4"),), products=(fb.Rule(".*", fb.Policy("int2", "int2")),))
+    got = jax.jit(fb.train(looped, recipe))({"w": w, "s": q}, x)
+    expected = jax.jit(fb.train(unrolled, recipe))({"w": w, "s": layers}, x)
+    np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -39,7 +39,7 @@ def _dot_general_of_slice(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: 
     """A product with one element of a stack, which kernels read in place."""
     lhs, rhs = values
     params = eqn.params
-    if not isinstance(rhs, ScanSlice) or is_proxy(lhs) or params["out_sharding"] is not None:
+    if not isinstance(rhs, ScanSlice) or params["out_sharding"] is not None:
         return sliced(evaluator, eqn, values)
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     if rhs.is_transposed:

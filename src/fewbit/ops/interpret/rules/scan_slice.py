@@ -5,7 +5,7 @@ on a CPU the copy costs more than a GEMV. So the loop's body gets the stack and 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -20,19 +20,10 @@ from ....kernels.qmatmul.cpu.backend import reads_packed_weights
 from ....kernels.qmatmul.kernel import element
 from ....kernels.quantize.dispatch import dequantize
 from ..evaluator import Evaluator, Rule
-from ..proxy import ArrayProxy
+from ..proxy import ArrayProxy, is_proxy
 
-
-class _Rules(dict[str, Rule]):
-    """Rules of a few primitives; all others slice the stack.
-
-    That of products comes from `products`. Calls have their own rules.
-    """
-
-    def get(self, key: str, default: Rule | None = None) -> Any:
-        if key not in ("jit", "pjit", "closed_call"):
-            default = sliced
-        return super().get(key, default)
+_CALLS = ("jit", "pjit", "closed_call")
+_RULES: dict[str, Rule] = {}  # with the product's, from `products`
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +41,7 @@ class ScanSlice(ArrayProxy):
     index: Int[Array, ""]
     is_transposed: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    rules: ClassVar[Mapping[str, Any]] = _Rules()
+    rules: ClassVar[Mapping[str, Any]] = _RULES
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,6 +61,12 @@ class ScanSlice(ArrayProxy):
 
     def array(self) -> jax.Array:
         return dequantize(self.alone())
+
+    def as_operand(self, primitive: str, values: Sequence[Any]) -> "QArray | ScanSlice":
+        """Itself in calls, and in its own rules as the only proxy; elsewhere the element as a QArray."""
+        if primitive in _CALLS or (primitive in _RULES and sum(map(is_proxy, values)) == 1):
+            return self
+        return self.alone()
 
     def stacked(self) -> Any:
         raise AssertionError("loops slice the stack first")
@@ -104,4 +101,4 @@ def _transpose(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) 
     return [dataclasses.replace(values[0], is_transposed=values[0].is_transposed != swaps)]
 
 
-ScanSlice.rules.update(convert_element_type=_convert_element_type, transpose=_transpose)  # type: ignore[attr-defined]
+_RULES.update(convert_element_type=_convert_element_type, transpose=_transpose)
