@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
 from fewbit.kernels.qmatmul.gpu.config import DotConfig, Gpu, GpuConfig, gpu_config, splits_for, stages_for  # noqa: E402
+from fewbit.torch.matmul import padded_count  # noqa: E402
+from fewbit.torch.qtensor import Form  # noqa: E402
 
 
 def weight(name: str, *shape: int) -> "fbt.QTensor":
@@ -126,6 +128,23 @@ def test_a_policy_travels_with_the_matrix() -> None:
     of_jax, vjp = jax.vjp(fn, jnp.asarray(x.detach().numpy()))
     assert t.policy == policy and np.array_equal(y.detach().numpy(), of_jax)
     assert np.array_equal(x.grad.numpy(), vjp(jnp.asarray(g.numpy()))[0])
+
+
+def test_padding_changes_no_scale_of_several_rows() -> None:
+    act = {**fb.scheme("int8").to_json(), "tile": {"*": None}}
+    policy = fb.Policy("int8", {**act, "calibration": "percentile,99"}, dlhs={"gradient": act})
+    t = fbt.from_qarray(dataclasses.replace(weight("int8", 12, 64).to_qarray(), policy=policy))
+    x, g = torch.randn(17, 64, requires_grad=True), torch.randn(17, 12)
+    y = torch.nn.functional.linear(x, t)
+    of_groups = fbt.ragged_dot(x, t[None].mT, torch.tensor([17]))
+    rows, numbers = jnp.asarray(x.detach().numpy()), (((1,), (1,)), ((), ()))
+    known, vjp = jax.vjp(jax.jit(lambda x: fb.dot_general(x, fbt.to_qarray(t), numbers)), rows)
+    of_jax = vjp(jnp.asarray(g.numpy()))[0]
+    for result in (y, of_groups):
+        assert np.allclose(result.detach().numpy(), known, atol=1e-5)
+        assert np.allclose(torch.autograd.grad(result, x, g)[0].numpy(), of_jax, atol=1e-5)
+    assert padded_count(17, t.form) == 17
+    assert padded_count(17, Form.of(t.scheme, t.shape, t.dtype, t.form.parts, policy=fb.Policy("int8", act))) == 18
 
 
 @pytest.mark.finding(15)
