@@ -107,6 +107,8 @@ def test_the_scale_of_the_activations_does_not_matter(factor: float) -> None:
         (lambda W: fbt.quantize(W, "mxfp4", method="hessian"), fb.QuantError, r"needs X of shape \[samples, n\]"),
         (lambda W: fbt.quantize(W, "nvfp4", method="hessian", X=W.T), fb.QuantError, r"needs X of shape \[samples, 32\]"),
         (lambda W: fbt.quantize(W, "nvfp4", method="hessian", X=W * torch.inf), fb.QuantError, "must be finite"),
+        (lambda W: fbt.quantize(W, "nvfp4", error_weights=-W), fb.QuantError, "error_weights has 128 values that are neg"),
+        (lambda W: fbt.quantize(W, "nvfp4", method="hessian", X=W, error_weights=W), fb.QuantError, "weighs errors by X"),
         (lambda W: fbt.quantize(W, "nvfp4_16x16", method="hessian", X=W), fb.UnsupportedError, "are not on axis 1 alone"),
         (lambda W: fbt.quantize(W, "int8").dequantize(torch.int8), fb.QuantError, "floating numbers"),
         (lambda W: fbt.quantize(W, "int8", backend="triton"), fb.UnsupportedError, "need a CUDA device"),

@@ -54,7 +54,8 @@ def quantize(
             of two, else absmax). "optimal": least squared error. "hessian": least error of the product with `X`, by a full
             sweep over all scales of the scale format (`fewbit.quantize_with_hessian`).
         X: activations `[samples, W.shape[dim]]`, for the method "hessian" only.
-        error_weights: the weight of each element's squared error in a scale search, broadcast to `W`; None: all equal.
+        error_weights: the weight of each element's squared error in a scale search, broadcast to `W`: finite and not
+            negative, not for the method "hessian". None: all equal.
         rounds: for "hessian", the alternating updates of codes and scale after the sweep; 0 rounds every element to nearest.
         backend: "jax" for fewbit's kernels in JAX, "triton" for Triton's on CUDA; None chooses "triton" on CUDA if it
             supports the call (see `explain`), else "jax".
@@ -63,8 +64,8 @@ def quantize(
         The QTensor. Its `scheme` has the calibration of the method; with "hessian" the given one.
 
     Raises:
-        QuantError: for a tensor that is not floating or is empty, an axis it does not have, an unknown method, or an `X`
-            that the method does not use, that is not finite, or whose length is not that of the axis.
+        QuantError: for a tensor that is not floating or is empty, an axis it does not have, an unknown method, an `X` or
+            error weights that the method does not use or that are not finite, or an `X` of another length than the axis.
         UnsupportedError: if the named backend, or every backend, does not support the call, with every reason.
 
     >>> import torch
@@ -74,7 +75,7 @@ def quantize(
     >>> q.dequantize().tolist()
     [[6.0, -0.5, 0.0, 1.0]]
     """
-    _check_arguments(W, method, X, rounds)
+    _check_arguments(method, X, error_weights, rounds)
     bound = _bound(W, scheme, dim, method)
     plain = error_weights is None and rounds == 0
     work: triton.Work = "sweep" if method == "hessian" else "quantize"
@@ -255,11 +256,13 @@ def _bound(
     return laid_along(chosen(as_scheme(scheme), method), dim, tuple(W.shape))
 
 
-def _check_arguments(W: torch.Tensor, method: Method | None, X: torch.Tensor | None, rounds: int) -> None:
+def _check_arguments(method: Method | None, X: torch.Tensor | None, error_weights: torch.Tensor | None, rounds: int) -> None:
     if X is not None and method != "hessian":
         raise QuantError(f"X is not used by method {method!r}; pass method='hessian'")
     if X is None and method == "hessian":
         raise QuantError("method 'hessian' needs X of shape [samples, n], the activations that W is multiplied with")
+    if error_weights is not None and method == "hessian":
+        raise QuantError("error_weights is not used by method 'hessian', which weighs errors by X; leave it out")
     if rounds and method != "hessian":
         raise QuantError(f"rounds={rounds} is not used by method {method!r}; pass method='hessian'")
 

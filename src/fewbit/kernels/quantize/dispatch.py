@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key
 
@@ -60,8 +61,8 @@ def quantize(
         axis: the contraction axis of the product, along which tiles run in place of the scheme's last axis: -1 for weights
             `[out, in]`, -2 for `[in, out]`; several when a product contracts several: tiles run along the last of them that
             has more than one element.
-        error_weights: the weight of each element's squared error in a scale search, broadcast to `x`; None: all equal.
-            An error for calibrations that do not search.
+        error_weights: the weight of each element's squared error in a scale search, broadcast to `x`: finite and not negative,
+            which is checked outside of jit. None: all equal. An error for calibrations that do not search.
         key: a JAX random key for stochastic rounding of the codes; None rounds to nearest. With a key rounding is unbiased:
             scales are not searched, but chosen so that no element saturates. Calibrations that clip on purpose (`fixed`,
             `absmax,0.9`) keep their range, and elements beyond it, or beyond a given scale's, saturate.
@@ -83,7 +84,7 @@ def quantize(
     Raises:
         QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, a
             sharding on an explicit mesh that cuts tiles, a scale or an offset that does not match the tiles and the
-            scheme, or shared noise without a key.
+            scheme, error weights that are negative or not finite, or shared noise without a key.
         UnsupportedError: when the named backend does not support the array or the platform.
 
     >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
@@ -97,6 +98,7 @@ def quantize(
     if isinstance(axis, list):
         axis = tuple(axis)
     _refuse_noise(key, shared_noise)
+    _refuse_weights(error_weights)
     program = _jitted_quantize
     if are_split(array):
         program = _quantize
@@ -182,6 +184,17 @@ def _refuse_noise(key: Any, shared_noise: Any) -> None:
             raise QuantError(f"key is {given}; pass one key, as of jax.random.key(0)")
     if not isinstance(shared_noise, list | tuple):
         raise QuantError(f"shared_noise is {shared_noise!r}; pass a tuple of axes")
+
+
+def _refuse_weights(error_weights: ArrayLike | None) -> None:
+    """Raises a QuantError for weights that are negative or not finite, unless they are traced."""
+    if error_weights is None or isinstance(error_weights, Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        weights = jnp.asarray(error_weights, jnp.float32)
+        count = int(jnp.sum(~((weights >= 0) & (weights < jnp.inf))))
+    if count:
+        raise QuantError(f"error_weights has {count} values that are negative or not finite; pass weights of 0 or more")
 
 
 def _with_one_unit(q: QArray) -> QArray:
