@@ -561,6 +561,12 @@ def config(**fields):
     return types.SimpleNamespace(**{**defaults, **fields})
 
 
+@pytest.mark.parametrize(("is_qwix", "count", "shards"), [(False, 0, 1), (False, 2, 1), (False, -1, 1), (True, 2, 2)])
+def test_fp8_reads_the_local_shard_count_only_with_qwix(is_qwix, count, shards):
+    fields = {"use_qwix_quantization": is_qwix, "quantization_local_shard_count": count}
+    assert maxtext.configure_quantization(config(quantization="fp8", **fields)).shards == shards
+
+
 @pytest.mark.finding(31)
 def test_the_configuration_names_the_object():
     """MaxText's signature: `configure_quantization(config, quant_mode_str="train")`, at all of its defaults."""

@@ -58,7 +58,7 @@ EINSUM = "quant_einsum_"
 """MaxText's prefix of the modules of a layer's einsums."""
 
 _SHARDED = ("int8", "int4", "fp4", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""The values of `quantization` that read `quantization_local_shard_count`."""
+"""The values of `quantization` that read `quantization_local_shard_count`; fp8 only with Qwix, whose meaning is another."""
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_batch_split_schedule": (
@@ -165,7 +165,7 @@ def _recipe(config: object, value: str) -> Recipe:
             raise QuantError(f"constant_bound_config is {bounds!r}, must be six numbers with commas between them") from error
     if "weight_sparsity_n" in fields:
         fields |= {field: getattr(config, field, default) for field, default in _SCHEDULE.items()}
-    if value in _SHARDED and getattr(config, _SHARDS, -1) == 0:
+    if _reads_shards(config, value) and getattr(config, _SHARDS, -1) == 0:
         fields[_SHARDS] = 0
     if value in ("int8", "fp8") or is_qwix:
         fields["use_qwix_quantization"] = is_qwix
@@ -184,10 +184,15 @@ def _recipe(config: object, value: str) -> Recipe:
     return dataclasses.replace(recipe, rules=rules)
 
 
+def _reads_shards(config: object, value: str) -> bool:
+    """Whether a value of `quantization` reads `quantization_local_shard_count`."""
+    return value in _SHARDED and (value != "fp8" or bool(getattr(config, "use_qwix_quantization", False)))
+
+
 def _shards(config: object, value: str) -> int:
     """The number of parts of wgrad's contraction. -1 is one per local device, as in MaxText."""
     count = getattr(config, _SHARDS, -1)
-    if value not in _SHARDED or count == 0:
+    if count == 0 or not _reads_shards(config, value):
         return 1
     if count == -1:
         return jax.local_device_count()
