@@ -1,5 +1,6 @@
 """Loops whose carries and rows are quantized arrays."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +26,18 @@ def test_a_carry_that_starts_as_an_array_stays_one(piece):
         fb.transparent(piece)(W)
     found = fb.transparent(piece, fallback="dequantize")(W)
     np.testing.assert_array_equal(found, piece(fb.dequantize(W)))
+
+
+def test_a_loop_of_no_iterations_returns_its_carry():
+    def loop(layers, w, x):
+        return lax.scan(lambda c, row: ((c[0], c[1] @ row), (x.sum(), row)), (w, x), layers)
+
+    none, x = jax.tree.map(lambda leaf: leaf[:0], W), jnp.ones((2, 8))
+    for layers, fn in ((none, fb.transparent(loop)), (fb.dequantize(none), fb.train(loop, "int8"))):
+        (w, same), (sums, rows) = fn(layers, W[0], x)
+        np.testing.assert_array_equal(fb.dequantize(w) if fb.is_qarray(w) else w, fb.dequantize(W[0]))
+        np.testing.assert_array_equal(same, x)
+        assert (sums.shape, rows.shape) == ((0,), (0, 8, 8))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "q8_0"])

@@ -75,6 +75,8 @@ def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> li
     params = eqn.params
     consts, carry, xs = scan_operands(eqn, values)
     constants, carries = len(consts), len(carry)
+    if params["length"] == 0:  # no element could be sliced
+        return [*carry, *(jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[carries:])]
     body = evaluator.function(params["jaxpr"])
     xs = list(map(stacked, xs))
     stacks = {i: x for i, x in enumerate(xs) if is_sliced_lazily(x)}  # sliced lazily, in the body
