@@ -9,6 +9,9 @@ import pytest
 import fewbit as fb
 from fewbit import io, workflows
 from fewbit.errors import QuantError, UnsupportedError
+from fewbit.io.containers.container import Weight
+from fewbit.io.containers.registry import container
+from fewbit.io.containers.writer import ContainerWriter
 from fewbit.recipe import PlanRow
 from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers
 
@@ -121,6 +124,18 @@ def test_keep_leaves_everything(odd):
     plan = workflows.plan_model(odd, recipe="keep")
     assert all(row.policy is None and row.reason == "kept as it is" for row in plan)
     assert plan.bytes_before == plan.bytes_after
+
+
+@pytest.mark.parametrize(("layout", "scheme"), [("awq", "uint4_f16_g32"), ("torchao", "int4_g32"), ("gptq", "q4_0")])
+@pytest.mark.parametrize("recipe", ["keep", {"rules": [{"path": ".*", "policy": None}]}], ids=["keep", "rule"])
+def test_weights_of_another_quantizer_count_the_bytes_that_they_take_here(tmp_path, layout, scheme, recipe):
+    weight = Weight("a.weight", (32, 64), "float16", fb.scheme(scheme))
+    q = fb.quantize(np.ones((32, 64), np.float16), weight.scheme)
+    with ContainerWriter(tmp_path / "q", container(layout), weights=[weight], config={"torch_dtype": "float16"}) as writer:
+        writer.add(weight.name, q)
+    model = workflows.load(tmp_path / "q")
+    row = workflows.plan_model(model, recipe=recipe)["a.weight"]
+    assert row.bytes_before == model.info["a.weight"].nbytes != row.bytes_after == model.load("a.weight").nbytes
 
 
 def edited(odd, path, edit):

@@ -1,6 +1,7 @@
 """Plans how a recipe quantizes each tensor of a checkpoint."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._registry import near_names
+from ..array.quantize import quantize
 from ..errors import QuantError, UnsupportedError
 from ..io.checkpoint import TensorInfo
 from ..io.safetensors.file import dtype_name
@@ -58,7 +60,7 @@ def plan_model(model: Model, *, recipe: RecipeSpec | None = None, plan: str | os
         if info.scheme is None:
             dtype_name(jnp.dtype(info.dtype), f"tensor {path!r} of {model.path}")
     if recipe == KEEP:
-        return Plan(tuple(_kept(path, info) for path, info in model.info.items()), KEEP)
+        return Plan(tuple(_kept(path, info, model.kind) for path, info in model.info.items()), KEEP)
     if recipe is not None:
         made = _resolved(model, recipe)
     elif isinstance(plan, Plan):
@@ -66,7 +68,7 @@ def plan_model(model: Model, *, recipe: RecipeSpec | None = None, plan: str | os
     else:
         assert plan is not None
         made = _checked(Plan.load(plan), model)
-    return dataclasses.replace(made, rows=tuple(_with_file_sizes(row, model.info[row.path]) for row in made))
+    return dataclasses.replace(made, rows=tuple(_with_file_sizes(row, model.info[row.path], model.kind) for row in made))
 
 
 def unknown_roles(plan: Plan) -> str | None:
@@ -172,10 +174,10 @@ def _struct(info: TensorInfo) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype.replace("float64", "float32")))
 
 
-def _with_file_sizes(row: PlanRow, info: TensorInfo) -> PlanRow:
+def _with_file_sizes(row: PlanRow, info: TensorInfo, kind: str) -> PlanRow:
     """Sets the bytes of the file, and the reason. The reason says what happens to a parameter that is stored quantized."""
     row, reason = dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes), ""
-    after = info.nbytes
+    after = _loaded_bytes(info, kind)
     if is_kept(row, info):
         reason = f"{info.stored} in the file, kept exactly"
     elif row.policy is not None or row.sparsity is not None:
@@ -193,8 +195,19 @@ def _with_file_sizes(row: PlanRow, info: TensorInfo) -> PlanRow:
     return dataclasses.replace(row, bytes_after=after, reason="; ".join(parts))
 
 
-def _kept(path: str, info: TensorInfo) -> PlanRow:
-    return PlanRow(path, info.shape, info.dtype, None, (), (), (), info.nbytes, info.nbytes, "kept as it is")
+def _kept(path: str, info: TensorInfo, kind: str) -> PlanRow:
+    after = _loaded_bytes(info, kind)
+    return PlanRow(path, info.shape, info.dtype, None, (), (), (), info.nbytes, after, "kept as it is")
+
+
+def _loaded_bytes(info: TensorInfo, kind: str) -> int:
+    """The bytes of the loaded parameter. The file of another quantizer may store it in more or fewer."""
+    if kind in ("fewbit", "orbax"):
+        return info.nbytes
+    loaded = jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
+    if info.scheme is None:
+        return loaded.size * loaded.dtype.itemsize
+    return jax.eval_shape(functools.partial(quantize, scheme=info.scheme), loaded).nbytes
 
 
 def _checked(plan: Plan, model: Model) -> Plan:

@@ -19,6 +19,9 @@ import fewbit as fb
 from fewbit import io, workflows
 from fewbit.array.qarray import is_qarray
 from fewbit.errors import QuantError
+from fewbit.io.containers.container import Weight
+from fewbit.io.containers.registry import container
+from fewbit.io.containers.writer import ContainerWriter
 from fewbit.io.gguf.imatrix import Importance, ImportanceMatrix, write_imatrix
 from fewbit.io.safetensors.file import array_bytes, file_header
 from fewbit.workflows.distributed import quantize as module
@@ -172,6 +175,22 @@ def test_the_planned_files_are_those_of_the_bytes_written(tmp_path):
     files = output_files(plan, FILE_BYTES)
     assert [row for part in files for row in part] == list(plan.rows)
     assert all(sum(row.bytes_after for row in part) <= FILE_BYTES for part in files)
+
+
+def test_weights_of_an_awq_file_are_split_as_by_one_process(tmp_path):
+    """Its zero points take half a byte each in the file and a byte each in a QArray."""
+    weights = [Weight(f"block.{i}.weight", (64, 64), "float16", fb.scheme("uint4_f16_g32")) for i in range(4)]
+    with ContainerWriter(tmp_path / "awq", container("awq"), weights=weights, config={"torch_dtype": "float16"}) as writer:
+        for i, weight in enumerate(weights):
+            writer.add(weight.name, fb.quantize(np.linspace(-i, 1, 4096, dtype=np.float16).reshape(64, 64), weight.scheme))
+    model = workflows.load(tmp_path / "awq")
+    plan = workflows.plan_model(model, recipe="keep")
+    limit = 2 * model.info["block.0.weight"].nbytes
+    quantize_distributed(model, plan, tmp_path / "out", max_file_bytes=limit)
+    with io.DirectoryWriter(tmp_path / "one", config=model.metadata, max_shard_bytes=limit) as writer:
+        for value, result in workflows.quantized_tensors(model, plan):
+            writer.add(result.path, value)
+    assert_same_bytes(hashes(tmp_path / "out"), hashes(tmp_path / "one"))
 
 
 def test_shares_are_even_and_complete(tmp_path):
