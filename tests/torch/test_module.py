@@ -143,6 +143,27 @@ def test_paddings_of_a_convolution() -> None:
         nn.functional.conv1d(x[:, :3], q)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"dilation": 4}, r"the dilated kernel \[9\] is larger than the padded input \[8\]"),
+        ({"padding": -1}, "padding is -1, must be 0 or more"),
+        ({"stride": 0}, "stride is 0, must be 1 or more"),
+        ({"stride": (1, 2)}, r"stride is \(1, 2\), must be 1 or more, one number or one for each of 1 axes"),
+        ({"groups": 2}, r"takes \[batch, in, ...\]"),
+        ({"bias": torch.ones(1)}, r"the bias has shape \(1,\), must be \[5\]"),
+    ],
+)
+def test_convolutions_refuse_what_torch_refuses(arguments, text: str) -> None:
+    x, q = torch.ones(2, 4, 8), fbt.quantize(torch.ones(5, 4, 3), "int8", dim=1)
+    with pytest.raises(fb.QuantError, match=text):
+        torch.nn.functional.conv1d(x, q, **arguments)
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.conv1d(x, q.dequantize(), **arguments)
+    with pytest.raises(fb.QuantError, match="2 groups do not divide the 5 outputs"):
+        torch.nn.functional.conv1d(torch.ones(2, 8, 8), q, groups=2)
+
+
 def test_files_take_tensors_of_every_dtype(tmp_path) -> None:
     state = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.arange(3), "c": torch.ones(2, dtype=torch.float64)}
     state |= {"d": torch.ones(3).to(torch.float8_e4m3fn), "e": torch.tensor(2.5)}

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -244,6 +245,33 @@ def test_indices_that_are_refused(q: "fbt.QTensor") -> None:
         q[:, torch.tensor([1, 2])]
     with pytest.raises(fb.QuantError, match=r"along axis 0 of .* would cut tiles or bytes"):
         q.T[torch.tensor([1, 2])]
+
+
+OUT_OF_RANGE = {
+    "select": lambda t: t.select(5, 0),
+    "unsqueeze": lambda t: t.unsqueeze(7),
+    "unsqueeze before": lambda t: t.unsqueeze(-4),
+    "permute": lambda t: t.permute(0, 3),
+    "transpose": lambda t: t.transpose(-3, 0),
+    "split": lambda t: t.split(2, 2),
+    "unbind": lambda t: t.unbind(2),
+}
+
+
+@pytest.mark.parametrize("operation", OUT_OF_RANGE)
+def test_axes_out_of_range_are_refused_as_by_torch(q: "fbt.QTensor", operation: str) -> None:
+    with pytest.raises(IndexError) as known:
+        OUT_OF_RANGE[operation](q.dequantize())
+    with pytest.raises(IndexError, match=re.escape(str(known.value))):
+        OUT_OF_RANGE[operation](q)
+
+
+def test_sizes_of_a_split_add_up(q: "fbt.QTensor") -> None:
+    for sizes in ([1, 1], [9, 9], [-1, 13]):
+        with pytest.raises(fb.QuantError, match="they must be 0 or more and sum to 12"):
+            q.split(sizes)
+    with pytest.raises(fb.QuantError, match="the size is 0, must be 1 or more"):
+        q.split(0)
 
 
 def test_an_index_array_along_the_first_axis_copies() -> None:

@@ -35,12 +35,22 @@ def _convolved(
     if x.ndim not in (spatial + 1, spatial + 2) or q.ndim != spatial + 2 or x.shape[-spatial - 1] != q.shape[1] * groups:
         shapes = f"{tuple(x.shape)} and {tuple(q.shape)} in {groups} groups"
         raise QuantError(f"conv{spatial}d takes [batch, in, ...] and a kernel [out, in / groups, ...]; got {shapes}")
+    if q.shape[0] % groups:
+        raise QuantError(f"conv{spatial}d: {groups} groups do not divide the {q.shape[0]} outputs of the kernel")
+    if bias is not None and bias.shape != q.shape[:1]:
+        raise QuantError(
+            f"conv{spatial}d: the bias has shape {tuple(bias.shape)}, must be [{q.shape[0]}], one for each output"
+        )
     handover.check_device(f"conv{spatial}d", q.device)
     if x.dtype not in handover.FLOATS:
         raise QuantError(f"x is {x.dtype}, and products accumulate in float32; pass x.float()")
     x = autocast(x)
-    steps, spread = _each(stride, spatial), _each(dilation, spatial)
+    steps, spread = _each("stride", stride, spatial, 1), _each("dilation", dilation, spatial, 1)
     low, high = _padding(padding, tuple(q.shape[2:]), steps, spread)
+    padded = [n + a + b for n, a, b in zip(x.shape[-spatial:], low, high, strict=True)]
+    window = [d * (k - 1) + 1 for k, d in zip(q.shape[2:], spread, strict=True)]
+    if any(k > n for k, n in zip(window, padded, strict=True)):
+        raise QuantError(f"conv{spatial}d: the dilated kernel {window} is larger than the padded input {padded}")
     is_batched = x.ndim == spatial + 2
     if not is_batched:
         x = x.unsqueeze(0)
@@ -52,11 +62,14 @@ def _convolved(
     return y
 
 
-def _each(value: int | Sequence[int], spatial: int) -> list[int]:
+def _each(name: str, value: int | Sequence[int], spatial: int, least: int) -> list[int]:
     """One number for each spatial axis."""
-    if isinstance(value, int):
-        return [value] * spatial
-    return list(value) * (spatial if len(value) == 1 else 1)
+    each = [value] if isinstance(value, int) else list(value)
+    if len(each) == 1:
+        each *= spatial
+    if len(each) != spatial or min(each) < least:
+        raise QuantError(f"{name} is {value}, must be {least} or more, one number or one for each of {spatial} axes")
+    return each
 
 
 def _padding(
@@ -70,7 +83,7 @@ def _padding(
         return [t // 2 for t in total], [t - t // 2 for t in total]
     if isinstance(padding, str) and padding != "valid":
         raise QuantError(f"padding is {padding!r}, must be same, valid or numbers")
-    both = _each(0 if isinstance(padding, str) else padding, len(window))
+    both = _each("padding", 0 if isinstance(padding, str) else padding, len(window), 0)
     return both, both
 
 

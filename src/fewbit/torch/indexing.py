@@ -9,7 +9,7 @@ import torch
 
 from ..array.indexing import axes_of, indexed
 from ..errors import QuantError, UnsupportedError
-from .qtensor import DISPATCHED, VIEWS, Form, QTensor, mapped_parts, scale_form, tiles_of
+from .qtensor import DISPATCHED, VIEWS, Form, QTensor, axis_of, mapped_parts, scale_form, tiles_of
 
 _aten = torch.ops.aten
 
@@ -91,16 +91,25 @@ def _is_integer(step: object, ndim: int) -> bool:
 
 def _along(q: QTensor, dim: int, step: int | slice | None) -> QTensor:
     """One index along an axis."""
-    return _views(q, (*[slice(None)] * (dim % (q.ndim + (step is None))), step))
+    return _views(q, (*[slice(None)] * axis_of(dim, q.ndim + (step is None)), step))
 
 
 def _split(q: QTensor, sizes: Sequence[int], dim: int = 0) -> list[QTensor]:
+    length = q.shape[axis_of(dim, q.ndim)]
+    if any(size < 0 for size in sizes) or sum(sizes) != length:
+        raise QuantError(f"split: the sizes are {list(sizes)}; they must be 0 or more and sum to {length}, the axis")
     ends = list(itertools.accumulate(sizes))
     return [_along(q, dim, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _split_equally(q: QTensor, size: int, dim: int = 0) -> list[QTensor]:
-    return [_along(q, dim, slice(begin, begin + size)) for begin in range(0, q.shape[dim], size)]
+    if size < 1:
+        raise QuantError(f"split: the size is {size}, must be 1 or more")
+    return [_along(q, dim, slice(begin, begin + size)) for begin in range(0, q.shape[axis_of(dim, q.ndim)], size)]
+
+
+def _unbound(q: QTensor, dim: int = 0) -> list[QTensor]:
+    return [_along(q, dim, i) for i in range(q.shape[axis_of(dim, q.ndim)])]
 
 
 VIEWS[torch.Tensor.__getitem__] = _elements
@@ -112,5 +121,5 @@ DISPATCHED |= {
     _aten.index.Tensor: _at_index_array,
     _aten.split.Tensor: _split_equally,
     _aten.split_with_sizes.default: _split,
-    _aten.unbind.int: lambda q, dim=0: [_along(q, dim, i) for i in range(q.shape[dim])],
+    _aten.unbind.int: _unbound,
 }

@@ -512,6 +512,13 @@ def _retyped(q: QTensor, dtype: torch.dtype | None) -> Form:
     return Form.of(f.scheme, f.shape, dtype, f.parts, f.scale, f.policy)
 
 
+def axis_of(dim: int, ndim: int) -> int:
+    """The axis of a number that may count from the end. IndexError, as of torch, for one out of range."""
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+    return dim % ndim
+
+
 def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
     """Permutes the axes: views of the same bytes, and a scheme with permuted axes.
 
@@ -521,8 +528,11 @@ def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
 
     Returns:
         The QTensor.
+
+    Raises:
+        IndexError: for an axis that it does not have.
     """
-    order = tuple(a % q.ndim for a in order)
+    order = tuple(axis_of(a, q.ndim) for a in order)
     if order == tuple(range(q.ndim)):
         return q
     parts = mapped_parts(q, lambda leaf: leaf.permute(order), lambda scale: permuted(scale, order))
@@ -567,8 +577,8 @@ def in_memory_order(q: QTensor) -> tuple[QTensor, tuple[int, ...]]:
 
 
 def _transpose(input: QTensor, dim0: int, dim1: int) -> QTensor:  # noqa: A002
-    order = list(range(input.ndim))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
+    order, (a, b) = list(range(input.ndim)), (axis_of(dim, input.ndim) for dim in (dim0, dim1))
+    order[a], order[b] = b, a
     return _permute(input, order)
 
 
