@@ -80,6 +80,14 @@ def test_what_a_module_computes_by_other_functions_stays_float(module, x) -> Non
     net[0](x)
 
 
+def test_a_shared_parameter_stays_float_where_one_of_its_modules_needs_that() -> None:
+    net = nn.ModuleDict({"enc": nn.Conv1d(32, 8, 3), "dec": nn.ConvTranspose1d(8, 32, 3), "head": nn.Linear(32, 8)})
+    net["dec"].weight = net["enc"].weight
+    row = fbt.quantize_(net, "int8")["enc.weight"]
+    assert (row.kind, row.reason) == ("float32", "a parameter of nn.ConvTranspose1d, which does not support QTensors")
+    assert net["dec"](net["enc"](torch.ones(1, 32, 9))).shape == (1, 32, 9)
+
+
 @pytest.mark.finding(15)
 def test_the_module_is_quantized_in_place_and_goes_through_files(tmp_path) -> None:
     net = Net()

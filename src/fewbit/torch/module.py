@@ -69,7 +69,9 @@ def plan(module: nn.Module, recipe: RecipeLike, *, rules: Rules = ()) -> Plan:
     roles, refused = _roles(module)
     found = make_plan(None, {name: _abstract(p) for name, p in parameters.items()}, recipe=resolved, roles=roles)
     rows = {row.path: row for row in found}
-    rows |= {path: dataclasses.replace(rows[path], reason=reason) for path, reason in refused.items()}
+    for path, reason in refused.items():
+        if rows[path].policy is None:  # no rule with an axis insists
+            rows[path] = dataclasses.replace(rows[path], reason=reason)
     return dataclasses.replace(found, rows=tuple(rows[name] for name in parameters))
 
 
@@ -145,6 +147,8 @@ def _roles(module: nn.Module) -> tuple[dict[str, TensorRole], dict[str, str]]:
                 refused[name] = f"a parameter of {kind}, which does not support QTensors"
             elif role is not None:
                 found.setdefault(name, dataclasses.replace(role, source=type(owner).__name__))
+    for name in refused:  # even where another module, which shares the parameter, supports it
+        found.pop(name, None)
     final = refined(
         {name: role.role for name, role in found.items()} | dict.fromkeys(set(names.values()) - set(found), Role.UNKNOWN)
     )
