@@ -144,6 +144,18 @@ def test_group_sizes(group):
     np.testing.assert_array_equal(back.scale, q.scale)
 
 
+def test_a_group_size_of_its_own_with_a_short_last_group():
+    """Three groups of 48 for 112 inputs; equal groups would have 38."""
+    weight, q = quantized(half("int4", 48), (N, 112))
+    arrays = GPTQ().encoded(weight, q)
+    found = GPTQ().decoded(config(group_size=16, sym=True), tensors(arrays), "here")[weight.name]
+    assert found.scheme == q.scheme
+    np.testing.assert_array_equal(found.scale, q.scale)
+    del arrays[f"{MODULE}.g_idx"]
+    with pytest.raises(QuantError, match="has 3 groups for 112 inputs, and no g_idx that assigns them"):
+        GPTQ().decoded(config(group_size=16, sym=True), tensors(arrays), "here")
+
+
 def test_other_modules_and_forms_are_patterns():
     """Routers and heads that stay in float are excluded, norms are no linear layers; 8 bits among 4."""
     forms = [("a.q_proj", "int4_f16_g16"), ("a.k_proj", "int4_f16_g16"), ("a.v_proj", "int8_f16")]

@@ -207,7 +207,9 @@ def _group(layer: _Layer, settings: _Settings, tensors: Tensors, where: str) -> 
     nbytes = sum(tensors.info[name].nbytes for name in names)
     group = _group_length(layer, settings, order)
     if group == 0 and order is None:
-        raise QuantError(f"{where}: {layer.module!r} has {layer.groups} groups for {layer.shape[1]} inputs, and no g_idx")
+        raise QuantError(
+            f"{where}: {layer.module!r} has {layer.groups} groups for {layer.shape[1]} inputs, and no g_idx that assigns them"
+        )
     scheme, stored = None, "GPTQ with act-order"
     if group != 0:
         scheme, stored = integer_scheme(layer.bits, settings.sym, group, layer.scale), "GPTQ"
@@ -231,7 +233,11 @@ def _group_indices(layer: _Layer, order: np.ndarray, where: str) -> np.ndarray:
 def _group_length(layer: _Layer, settings: _Settings, order: np.ndarray | None) -> int | None:
     """The number of inputs in a group. None: all; 0: the groups are not runs of one length (act-order)."""
     rows = layer.shape[1]
-    for length in (settings.group_size, -(-rows // layer.groups)):
+    # A module may have a group size of its own. With a short last group only g_idx says which.
+    own = rows // layer.groups if rows % layer.groups == 0 else 0
+    if order is not None:
+        own = int(np.count_nonzero(order == 0))
+    for length in (settings.group_size, own):
         is_count = length > 0 and -(-rows // length) == layer.groups
         if is_count and (order is None or np.array_equal(order, np.arange(rows) // length)):
             return length if layer.groups > 1 or length == settings.group_size else None
