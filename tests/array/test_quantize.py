@@ -314,3 +314,10 @@ def test_a_tensor_scale_is_large_enough_for_a_range_on_both_sides_of_zero(calibr
     rounded, stochastic = (fb.dequantize(fb.quantize(x, scheme, key=key)) for key in (None, jax.random.key(0)))
     assert np.abs(rounded - x).max() <= 2 / 15 * (1 + 2.0**-4)  # a step, of a scale that is rounded to E4M3
     assert np.abs(stochastic - x).max() <= 2 / 14 * (1 + 2.0**-3)  # of one that is rounded up
+
+
+def test_a_scheme_may_pack_another_axis_than_its_tiles():
+    x = jax.random.normal(jax.random.key(0), (8, 64))
+    q = fb.quantize(x, fb.Scheme(FORMATS["int4"], {...: 1, -1: 32}, pack_axis=-2))
+    assert q.codes.shape == (4, 64)
+    np.testing.assert_array_equal(fb.dequantize(q), fb.dequantize(fb.quantize(x, "int4_g32")))

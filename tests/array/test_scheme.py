@@ -134,6 +134,19 @@ def test_tiles_follow_the_axis():
     assert fb.scheme("fp8_tensor").along(0, 2).tiles(2) == (None, None)
 
 
+@pytest.mark.parametrize(("axis", "packed"), [(-1, -2), (-2, -1), (0, -1)])
+def test_the_packed_axis_follows_the_axis_as_tiles_do(axis: int, packed: int):
+    scheme = fb.Scheme(INT4, {...: 1, -1: 32}, pack_axis=-2).along(axis, 3)
+    assert scheme.tile == {...: 1, axis if axis < 0 else axis - 3: 32}
+    assert scheme.pack_axis == packed
+    assert scheme.along(-1, 3) == scheme
+
+
+def test_a_packed_axis_that_is_not_there_is_refused():
+    with pytest.raises(QuantError, match="the scheme packs axis -3, but the array has 2 axes"):
+        fb.Scheme(INT4, {...: 1, -1: 32}, pack_axis=-3).along(-1, 2)
+
+
 @pytest.mark.parametrize(
     ("axis", "message"),
     [

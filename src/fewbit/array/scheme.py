@@ -43,7 +43,7 @@ class Scheme:
         zero_point: None; a Format for integer zero points, in units of codes; or a dtype for float offsets.
         calibration: how scales are chosen.
         packing: the order of packed codes.
-        pack_axis: the axis whose codes share bytes.
+        pack_axis: the axis whose codes share bytes. An `axis` argument moves it as it moves the tiles.
 
     >>> SCHEMES["mxfp4"].scale
     E8M0(name='e8m0')
@@ -134,6 +134,8 @@ class Scheme:
     def along(self, axis: int | tuple[int, ...], ndim: int) -> "Scheme":
         """The scheme with tiles along `axis` instead of the last axis. It is for an array of `ndim` axes.
 
+        The packed axis moves as its tile does: it is `axis`, unless the scheme packs another axis than the last.
+
         Args:
             axis: the axis (negative or not) that takes the place of the last one; the others keep their order. Of several
                 axes (a product with several contraction axes) the last takes that place; the ones before it become whole if
@@ -150,14 +152,15 @@ class Scheme:
             raise QuantError("axis is (), must name at least one axis")
         if len(set(axes)) < len(axes):
             raise QuantError(f"axis {axis} names one axis twice")
-        main = axes[-1]
-        tiles = list(self.tiles(ndim))
-        last = tiles.pop()
-        tiles.insert(ndim + main, last)
-        if last is None:
+        main, order, old = axes[-1], list(range(ndim)), self.tiles(ndim)
+        order.insert(ndim + main, order.pop())
+        tiles = [old[axis] for axis in order]
+        if tiles[main] is None:
             for other in axes[:-1]:
                 tiles[other] = None
-        return self.with_tiles(tuple(tiles), pack_axis=main)
+        if self.pack_axis < -ndim:
+            raise QuantError(f"the scheme packs axis {self.pack_axis}, but the array has {ndim} axes")
+        return self.with_tiles(tuple(tiles), pack_axis=order.index(ndim + self.pack_axis) - ndim)
 
     def with_tile(self, length: Tile) -> "Scheme":
         """The same scheme with tiles of this length along the last axis. None: one scale per row."""
