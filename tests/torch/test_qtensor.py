@@ -107,6 +107,17 @@ def test_moves_and_attributes(q: "fbt.QTensor") -> None:
         assert q.T.shape == (64, 12) and same(q.detach(), q)
 
 
+def test_float8_is_a_dtype_as_any(q: "fbt.QTensor") -> None:
+    linear = nn.Linear(64, 8, bias=False)
+    linear.weight = nn.Parameter(linear.weight.detach().to(torch.float8_e5m2), requires_grad=False)
+    fbt.quantize_(linear, "nvfp4")
+    assert linear(torch.ones(2, 64)).dtype == torch.float32
+    for t in (linear.weight, q.to(torch.float8_e5m2)):
+        back = reloaded(t)
+        assert back.dtype == torch.float8_e5m2 and same(back, t) and same(fbt.from_qarray(t.to_qarray()), t)
+        assert torch.equal(back.dequantize().float(), t.dequantize(torch.float32).to(back.dtype).float())
+
+
 def test_copies_never_write_into_memory_of_jax() -> None:
     known = fb.quantize(jnp.ones((2, 32)), "int8")
     t = fbt.from_qarray(known)

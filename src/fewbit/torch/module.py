@@ -187,7 +187,9 @@ def _check(planned: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
         parameter = parameters[path]
         if tuple(parameter.shape) != row.shape:
             raise QuantError(f"{path} has shape {tuple(parameter.shape)}, but the plan was made for {row.shape}")
-        if bad := int((~torch.isfinite(parameter)).sum()):
+        # Torch has no isfinite of float8.
+        numbers = parameter.float() if parameter.itemsize == 1 else parameter
+        if bad := int((~torch.isfinite(numbers)).sum()):
             advice = "repair the checkpoint, or exclude the parameter by a rule with None"
             raise QuantError(non_finite_message({path: (bad, parameter.numel())}, advice))
 

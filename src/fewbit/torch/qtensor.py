@@ -31,6 +31,12 @@ VIEWS: dict[Any, Callable[..., Any]] = {}
 
 _PARTS = ("codes", "scale", "zero_point", "tensor_scale")
 
+DTYPES = (
+    *("float64", "float32", "bfloat16", "float16"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+"""The dtypes of QTensors."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
@@ -45,6 +51,9 @@ class Form:
         parts: which of codes, scale, zero_point and tensor_scale are present.
         scale: the form of quantized scales; else None.
         policy: the policy of its products; None: weight-only.
+
+    Raises:
+        QuantError: for another dtype than `DTYPES`.
     """
 
     scheme: Scheme
@@ -53,6 +62,13 @@ class Form:
     parts: tuple[str, ...]
     scale: "Form | None" = None
     policy: Policy | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise QuantError(
+                f"a QTensor has a floating dtype ({known}), not {self.dtype}; call q.dequantize() for a plain tensor"
+            )
 
     @staticmethod
     def of(
@@ -123,8 +139,8 @@ def _form(form: dict[str, Any]) -> Form:
         scale = _form(scale)
     if policy is not None:
         policy = Policy.from_json(policy)
-    if form["dtype"] not in ("float64", "float32", "bfloat16", "float16") or set(parts) - set(_PARTS):
-        raise QuantError(f"a QTensor has no dtype {form['dtype']!r} or parts {parts}")
+    if set(parts) - set(_PARTS):
+        raise QuantError(f"a QTensor has no parts {parts}; it has {', '.join(_PARTS)}")
     shape = tuple(map(int, form["shape"]))
     return Form.of(Scheme.from_json(form["scheme"]), shape, form["dtype"], parts, scale, policy)
 
@@ -400,8 +416,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def _check(q: QTensor) -> None:
     """Raises QuantError if the parts of a QTensor do not match. They must match each other, its scheme and its shape."""
-    if not q.dtype.is_floating_point:
-        raise QuantError(f"a QTensor has a floating dtype, not {q.dtype}")
     if len({leaf.device for leaf in q.leaves}) > 1:
         raise QuantError(
             f"the parts of a QTensor are on {', '.join(sorted({str(t.device) for t in q.leaves}))}; move all to one device"
@@ -611,8 +625,6 @@ def _to_copy(
     """A copy of the codes and scales on a device, with another dtype."""
     if (layout, pin_memory or None) not in ((None, None), (torch.strided, None)):
         raise UnsupportedError("a QTensor cannot be moved", {"QTensor": f"layout={layout}, pin_memory={pin_memory}"})
-    if dtype is not None and _name(dtype) not in ("float64", "float32", "bfloat16", "float16"):
-        raise QuantError(f"a QTensor has a floating dtype; call q.dequantize() before .to({dtype})")
     return _mapped(q, lambda leaf: leaf.to(device=device, non_blocking=non_blocking, copy=True), _retyped(q, dtype))
 
 

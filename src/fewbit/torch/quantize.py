@@ -23,7 +23,7 @@ from ..kernels.quantize.dispatch import dequantize as jax_dequantize
 from ..kernels.quantize.dispatch import quantize as jax_quantize
 from . import dlpack as handover
 from . import triton
-from .qtensor import FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order, scale_form
+from .qtensor import DTYPES, FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order, scale_form
 
 Backend: TypeAlias = Literal["triton", "jax"]
 Method: TypeAlias = Literal["naive", "optimal", "hessian"]
@@ -79,10 +79,12 @@ def quantize(
     bound = _bound(W, scheme, dim, method)
     plain = error_weights is None and rounds == 0
     work: triton.Work = "sweep" if method == "hessian" else "quantize"
+    w = W.detach() if W.dtype in handover.FLOATS else W.detach().float()
     if _chosen(W.device, bound, tuple(W.shape), backend, work, plain)[0] == "triton":
         H = None if X is None else hessian(X, bound, W.shape)
-        return triton.quantized(W.detach(), bound, H)
-    x = handover.array(W if W.dtype in handover.FLOATS else W.float())
+        q = triton.quantized(w, bound, H)
+        return q if q.dtype == W.dtype else q.to(W.dtype)
+    x = handover.array(w)
     if X is not None:
         H = handover.array(hessian(X, bound, W.shape))
         q = quantize_with_hessian(x, chosen(as_scheme(scheme), method), H, axis=bound.pack_axis, rounds=rounds)
@@ -122,12 +124,10 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend
 
 def _dequantize(leaves: Sequence[torch.Tensor], form: str, dtype: torch.dtype, backend: str) -> torch.Tensor:
     """Dequantizes the leaves of a form."""
-    q = form_of(form).qtensor(leaves)
+    q, kernels = form_of(form).qtensor(leaves), dtype if dtype in handover.FLOATS else torch.float32
     if _chosen(q.device, q.scheme, tuple(q.shape), backend or None, "decode")[0] == "triton":
-        return triton.dequantized(q, dtype)
-    by_jax = dtype if dtype in handover.FLOATS else torch.float32
-    y = handover.call(_compiled(form, str(by_jax).removeprefix("torch.")), leaves)
-    return y.to(dtype)
+        return triton.dequantized(q, kernels).to(dtype)
+    return handover.call(_compiled(form, str(kernels).removeprefix("torch.")), leaves).to(dtype)
 
 
 def _empty(leaves: Sequence[torch.Tensor], form: str, dtype: torch.dtype, backend: str) -> torch.Tensor:
@@ -249,8 +249,8 @@ def _bound(
     """The scheme with its tiles on the tensor's axes and the calibration of the method."""
     if isinstance(W, QTensor):
         raise QuantError("W is a QTensor already; only plain floating tensors are quantized")
-    if not W.is_floating_point():
-        raise QuantError(f"W is {W.dtype}; only plain floating tensors are quantized")
+    if str(W.dtype).removeprefix("torch.") not in DTYPES:
+        raise QuantError(f"W is {W.dtype}; only plain floating tensors are quantized ({', '.join(DTYPES)})")
     if W.ndim == 0 or W.numel() == 0:
         raise QuantError(f"W has shape {tuple(W.shape)}, must have at least one axis and one element")
     return laid_along(chosen(as_scheme(scheme), method), dim, tuple(W.shape))
