@@ -68,6 +68,7 @@ def test_names_with_tile_lengths(spec: str, tile: dict):
 def test_names_of_unnamed_schemes_describe_them():
     assert fb.Scheme(INT4, {...: 1, -1: 32, -2: 2}).name == "int4{...: 1, -2: 2, -1: 32}"
     assert fb.scheme("int4").along(-2, 2).name == "int4"
+    assert fb.scheme("ternary").with_tile(64).name == "ternary{...: 1, -1: 64}"  # fb.scheme refuses "ternary_g64"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_names_of_unnamed_schemes_describe_them():
         ("int44", "unknown scheme 'int44'; did you mean"),
         ("nf4_gx", "unknown scheme 'nf4_gx'; did you mean 'nf4"),
         ("nope_g32", "unknown scheme 'nope_g32'"),
+        ("int4_g²", "unknown scheme 'int4_g²'"),
         ("int4_g0", "the tile on axis -1 is 0, must be at least 1"),
         ("fp8_block128_g64", "scheme 'fp8_block128' has no single tile along the last axis"),
         ("fp8_tensor_g64", "scheme 'fp8_tensor' has no single tile along the last axis"),

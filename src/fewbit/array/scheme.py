@@ -88,10 +88,15 @@ class Scheme:
             if preset == plain:
                 return name
             length = plain.tile.get(-1)
-            is_retiled = preset == dataclasses.replace(plain, tile=preset.tile)
+            is_retiled = preset._takes_group_size and preset == dataclasses.replace(plain, tile=preset.tile)
             if is_retiled and length is not None and plain.tile == {...: 1, -1: length}:
                 return f"{name}_g{length}"
         return f"{self.format.name}{self.tile!r}"
+
+    @property
+    def _takes_group_size(self) -> bool:
+        """Whether the tiles are along the last axis alone, so that a name with `_g<length>` sets their length."""
+        return -1 in self.tile and set(self.tile) <= {..., -1}
 
     @property
     def _tile_at_last(self) -> FrozenTileMap:
@@ -244,9 +249,9 @@ def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
     if not isinstance(spec, str):
         raise QuantError(f"a scheme is a name, a JSON form or a Scheme, not {spec!r}")
     name, mark, length = spec.rpartition("_g")
-    if spec not in SCHEMES and mark and length.isdigit() and name in SCHEMES:
+    if spec not in SCHEMES and mark and length.isdecimal() and name in SCHEMES:
         preset = SCHEMES[name]
-        if set(preset.tile) - {..., -1} or preset.tile.get(-1, 0) == 0:
+        if not preset._takes_group_size:
             raise QuantError(f"scheme {name!r} has no single tile along the last axis, so {spec!r} has no meaning")
         return preset.with_tile(int(length))
     return SCHEMES[spec]
