@@ -147,6 +147,12 @@ def test_what_is_refused(scheme: str, shape: tuple[int, ...], rounds: int, error
         fb.quantize_with_hessian(jnp.asarray(W), scheme, jnp.zeros(shape), rounds=rounds)
 
 
+@pytest.mark.parametrize("shape", [(4, 0), (0, 64)], ids=str)
+def test_an_empty_array_is_that_of_quantize(shape: tuple[int, int]):
+    q = fb.quantize_with_hessian(jnp.zeros(shape), "int4", fb.hessian_blocks(jnp.ones((3, shape[1])), None))
+    assert (q.shape, q.codes.size) == (shape, 0)
+
+
 def test_long_tiles_of_float_scales_are_refused():
     spec = dataclasses.replace(fb.scheme("int8"), tile={...: 1, -1: None})
     with pytest.raises(UnsupportedError, match="a tile of 1024 elements has 131072 breakpoints in int8"):

@@ -108,9 +108,11 @@ def test_repr_does_not_print_the_table():
         (tuple(float(i) for i in range(257)), "this one has 257"),
         ((1.0, float("nan")), "every number of a table must be finite"),
         ((1.0, float("inf")), "every number of a table must be finite"),
-        ((2.0, 2.0), "at least two different numbers"),
+        ((0.0, 1e39), "every number of a table must be finite in float32"),
+        ((2.0, 2.0), "at least two numbers that differ in float32"),
+        ((1.0, 1.0 + 1e-12), "at least two numbers that differ in float32"),
     ],
-    ids=["one", "too-many", "nan", "inf", "equal"],
+    ids=["one", "too-many", "nan", "inf", "beyond-float32", "equal", "equal-in-float32"],
 )
 def test_refusals(table: tuple[float, ...], message: str):
     with pytest.raises(QuantError, match=message):

@@ -55,7 +55,7 @@ def hessian_blocks(x: Float[Array, "*T K"], tile: int | None) -> Float[Array, "b
     """
     width = x.shape[-1]
     if tile is None:
-        tile = width
+        tile = max(1, width)
     count = -(-width // tile)
     rows = jnp.pad(x.reshape(-1, width).astype(jnp.float32), ((0, 0), (0, count * tile - width)))
     columns = rows.reshape(-1, count, tile)  # [T, blocks, tile]
@@ -78,7 +78,7 @@ def quantize_with_hessian(
         rounds: how many times codes and scale are refined alternately; 0 rounds every element to the nearest.
 
     Returns:
-        The QArray, of the shape and dtype of `x`.
+        The QArray, of the shape and dtype of `x`; for an empty array that of `quantize`.
 
     Raises:
         QuantError: for a Hessian of another shape, or a negative number of rounds.
@@ -95,6 +95,8 @@ def quantize_with_hessian(
     bound = as_scheme(scheme).along(axis, x.ndim)
     axis = range(x.ndim)[axis]
     tile = _tile_on(bound, x.ndim, axis, rounds) or x.shape[axis]
+    if not x.size:
+        return quantize(x, scheme, axis=axis)
     expected = (-(-x.shape[axis] // tile), tile, tile)
     if hessian.shape != expected:
         raise QuantError(f"hessian has shape {hessian.shape}, expected {expected}")

@@ -40,12 +40,13 @@ class Codebook(AbstractFormat):
     def __post_init__(self) -> None:
         if not 2 <= len(self.table) <= 256:
             raise QuantError(f"format {self.name!r}: a table has 2 to 256 numbers, this one has {len(self.table)}")
-        if not np.isfinite(self.table).all():
-            raise QuantError(f"format {self.name!r}: every number of a table must be finite")
-        if len(set(self.table)) < 2:
-            raise QuantError(f"format {self.name!r}: a table needs at least two different numbers")
         # A table given as float32 and one given in decimal must be equal formats, so the numbers are rounded to float32.
-        object.__setattr__(self, "table", tuple(float(np.float32(v)) for v in self.table))
+        with np.errstate(over="ignore"):
+            object.__setattr__(self, "table", tuple(np.asarray(self.table, np.float32).tolist()))
+        if not np.isfinite(self.table).all():
+            raise QuantError(f"format {self.name!r}: every number of a table must be finite in float32")
+        if len(set(self.table)) < 2:
+            raise QuantError(f"format {self.name!r}: a table needs at least two numbers that differ in float32")
 
     @property
     def bits(self) -> int:

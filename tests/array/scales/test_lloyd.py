@@ -77,3 +77,8 @@ def test_weights_shape_it():
 def test_what_is_refused(x: np.ndarray, bits: int, message: str):
     with pytest.raises(QuantError, match=message):
         learned_codebook(x, tile=16, bits=bits)
+
+
+def test_a_tile_of_nothing_is_refused():
+    with pytest.raises(QuantError, match="tile is 0, must be at least 1"):
+        learned_codebook(W, tile=0)

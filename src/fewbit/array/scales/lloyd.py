@@ -38,7 +38,7 @@ def learned_codebook(
         A Codebook whose largest number is 1. Use it in a Scheme with a calibration that searches (`mse`).
 
     Raises:
-        QuantError: for bits outside 2..8, an array that is not finite, or one with fewer distinct magnitudes than numbers.
+        QuantError: for bits outside 2..8, a tile below 1, an array that is not finite, or one with fewer distinct magnitudes than numbers.
 
     >>> w = np.random.default_rng(0).standard_normal((64, 64))
     >>> [round(v, 2) for v in learned_codebook(w, tile=16, bits=3).table]
@@ -46,6 +46,8 @@ def learned_codebook(
     """
     if not 2 <= bits <= 8:
         raise QuantError(f"bits is {bits}; a symmetric codebook with zero has 2 to 8")
+    if tile < 1:
+        raise QuantError(f"tile is {tile}, must be at least 1")
     magnitude = np.abs(_tiled(x, tile, axis))
     if not np.isfinite(magnitude).all():
         raise QuantError("x is not finite; a codebook cannot be learned from NaN or infinity")
