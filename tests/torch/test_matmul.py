@@ -242,6 +242,14 @@ def test_grouped_mm_of_torch() -> None:
         torch.nn.functional.grouped_mm(x, q.mT, offs=ends, bias=torch.zeros(3, 8))
 
 
+def test_rows_in_groups_follow_autocast_and_grouped_mm_of_torch_does_not() -> None:
+    q, x, ends = weight("int4_g32", 2, 8, 64), torch.randn(5, 64), torch.tensor([2, 5], dtype=torch.int32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fbt.ragged_dot(x, q.mT, torch.tensor([2, 3])).dtype == torch.bfloat16
+        for w in (q, q.dequantize()):
+            assert torch.nn.functional.grouped_mm(x, w.mT, offs=ends).dtype == torch.float32
+
+
 @pytest.mark.filterwarnings(
     "ignore:Dynamo does not know how to trace"
 )  # jaxtyping's checks, which the tests have and users do not

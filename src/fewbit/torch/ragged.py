@@ -35,7 +35,7 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
             operands.
 
     Returns:
-        `[M, N]`, of the dtype of `x`.
+        `[M, N]`, of the dtype of `x`, or of `torch.autocast`.
 
     Raises:
         QuantError: if the shapes do not match, `x` is not floating, or `group_sizes` are not integers.
@@ -51,7 +51,7 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
     stored, places = in_memory_order(q)
     if places[0] != 0:
         raise QuantError(f"the {q.shape[0]} matrices of q are not contiguous in memory; quantize them as [G, K, N]")
-    return applied(_Ragged((stored.form.text, places[1], backend or "")), x, (*stored.leaves, group_sizes))
+    return applied(_Ragged((stored.form.text, places[1], backend or "")), autocast(x), (*stored.leaves, group_sizes))
 
 
 def batched(x: torch.Tensor, q: QTensor, backend: Literal["triton", "jax", "torch"] | None = None) -> torch.Tensor:
@@ -88,10 +88,11 @@ def _grouped_mm(
     if not isinstance(mat_b, QTensor) or isinstance(mat_a, QTensor) or bias is not None:
         reason = "it multiplies float rows [M, K] with quantized matrices [G, K, N], without a bias"
         raise UnsupportedError("grouped_mm cannot take these operands", {"QTensor": reason})
-    if offs is None:
-        y = batched(mat_a, mat_b)
-    else:
-        y = ragged_dot(mat_a, mat_b, torch.diff(offs, prepend=offs.new_zeros(1)))
+    with torch.autocast(mat_a.device.type, enabled=False):  # torch's own grouped_mm does not follow it
+        if offs is None:
+            y = batched(mat_a, mat_b)
+        else:
+            y = ragged_dot(mat_a, mat_b, torch.diff(offs, prepend=offs.new_zeros(1)))
     return y if out_dtype is None else y.to(out_dtype)
 
 
