@@ -19,6 +19,8 @@ CONFIGS = {
     "interleaved": INTERLEAVED,
     "latent": LATENT,
 }
+SPLIT = dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, split=True))
+"""As in GGUF files."""
 EXACT = 1e-11  # float64: 2**-53 for each of about a thousand operations, with conditions of about 100
 
 
@@ -100,7 +102,7 @@ def test_a_gain_that_would_vanish_stays():
 
 
 def test_every_weight_reads_one_input_or_has_a_reason():
-    for config in CONFIGS.values():
+    for config in (*CONFIGS.values(), SPLIT):
         readers = [part.path for one in scalable_inputs(config) for part in one.readers]
         assert len(readers) == len(set(readers))
         matrices = {path for path, shape in shapes(config).items() if len(shape) > 1 and not path.endswith("bias")}
@@ -109,6 +111,8 @@ def test_every_weight_reads_one_input_or_has_a_reason():
         expected = {"its rows are read as embeddings, too"}
         if config is OTHERS:
             expected |= {"no norm comes before it", "the activation clamped_swiglu is not linear in up"}
+        if config is SPLIT:
+            expected |= {"the projection of the latent is stored in two parts, as in GGUF files"}
         assert reasons == expected
 
 

@@ -10,7 +10,8 @@ divided by it, so that the function does not change. In a decoder these can be d
     down                             rows of up, where the activation is linear in them
     o, down of `config.scaled_inputs`  the vector by which the decoder multiplies it, which is kept in the model
 
-The input of a tied head cannot be scaled, since its rows are embeddings, too; nor that of a block without a norm before it.
+The input of a tied head cannot be scaled, since its rows are embeddings, too; nor that of a block without a norm before it; nor
+those of k_b, v_b and o where `config.latent.split`, which have an axis of heads.
 Dimension letters as in `decoder`; K elements of an input come from S channels of what produces it.
 """
 
@@ -131,9 +132,12 @@ class _Inputs:
         yield from self.after_norm(f"{at}/norm", [f"{at}/{name}" for name in _AFTER_NORM["attn"]])
         if latent is not None:
             yield from self.after_norm(f"{at}/q_a_norm", [f"{at}/q_b"])
-            yield from self.after_norm(f"{at}/kv_a_norm", [f"{at}/kv_b"])
+            if not latent.split:
+                yield from self.after_norm(f"{at}/kv_a_norm", [f"{at}/kv_b"])
         if config.scales_input_of(f"{at}/o"):
             yield self.kept(f"{at}/o")
+            return
+        if latent is not None and latent.split:
             return
         if latent is not None:
             rows, keys = self.shapes[f"{at}/kv_b"][0] // config.heads, config.head_dim - config.rotary_dim
@@ -193,6 +197,8 @@ def why_not_scaled(path: str, config: DecoderConfig) -> str:
         return "its rows are read as embeddings, too"
     if config.rotates_input_of(path):
         return "a rotation comes before it"
+    if config.latent is not None and config.latent.split and path.endswith(("/k_b", "/v_b", "/o")):
+        return "the projection of the latent is stored in two parts, as in GGUF files"
     if path.endswith("/down"):
         return f"the activation {config.activation} is not linear in up"
     return "no norm comes before it"

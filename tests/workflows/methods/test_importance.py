@@ -14,7 +14,7 @@ from fewbit.methods import IMatrix
 from fewbit.models import forward
 from fewbit.workflows import ImportanceFile, importance_matrix
 from fewbit.workflows.methods.importance_file import tensor_names
-from tests.nets.random_decoder import FEATURES, SMALL, UNTIED
+from tests.nets.random_decoder import FEATURES, LATENT, SMALL, UNTIED
 
 from .test_calibrated import data_of, errors, model_of
 
@@ -56,6 +56,20 @@ def test_experts_have_rows_of_their_own(tmp_path):
     np.testing.assert_array_equal(
         observed[f"layers/{layer}/mlp/experts/{first}/down"].squares, matrix.entries[name].squares[first]
     )
+
+
+def test_stacks_of_heads_have_rows_of_their_own(tmp_path):
+    """The two parts of a latent's projection, as GGUF files store it."""
+    config = dataclasses.replace(LATENT, layers=1, experts=None, latent=dataclasses.replace(LATENT.latent, split=True))
+    model, data = model_of(config, tmp_path), data_of(config, 1)
+    matrix = importance_matrix(model, data)
+    path = "layers/0/attn/v_b"
+    one = matrix.entries[tensor_names(model, path)[0]]
+    assert one.squares.shape == (config.heads, config.latent.rank)
+    assert one.counts.tolist() == [data.windows.size] * config.heads
+    plan = workflows.plan_model(model, recipe="int4")
+    observed = ImportanceFile(write_imatrix(tmp_path / "a.gguf", matrix), matrix).observations(model, plan)
+    np.testing.assert_array_equal(observed[path].squares, one.squares)
 
 
 @pytest.mark.slow

@@ -46,7 +46,9 @@ def importance_matrix(model: Model, data: CalibrationData, progress: Progress | 
                 sums.setdefault(name, np.zeros((experts.count, squares.size), np.float32))[int(expert[1])] = squares
                 counts.setdefault(name, np.zeros(experts.count, np.float32))[int(expert[1])] = count
             else:
-                sums[name], counts[name] = np.atleast_2d(squares), np.atleast_1d(count)
+                # A stack of heads has a row for each, and one count.
+                sums[name] = np.atleast_2d(squares)
+                counts[name] = np.broadcast_to(count, len(sums[name]))
     windows, length = data.windows.shape
     try:
         entries = {name: Importance(values, counts[name]) for name, values in sums.items()}
