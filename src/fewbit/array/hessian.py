@@ -53,12 +53,12 @@ def hessian_blocks(x: Float[Array, "*T K"], tile: int | None) -> Float[Array, "b
     >>> hessian_blocks(jnp.array([[1.0, 2.0, 3.0]]), 2).tolist()
     [[[1.0, 2.0], [2.0, 4.0]], [[9.0, 0.0], [0.0, 0.0]]]
     """
-    width = x.shape[-1]
+    count, width = math.prod(x.shape[:-1]), x.shape[-1]
     if tile is None:
         tile = max(1, width)
-    count = -(-width // tile)
-    rows = jnp.pad(x.reshape(-1, width).astype(jnp.float32), ((0, 0), (0, count * tile - width)))
-    columns = rows.reshape(-1, count, tile)  # [T, blocks, tile]
+    blocks = -(-width // tile)
+    rows = jnp.pad(x.reshape(count, width).astype(jnp.float32), ((0, 0), (0, blocks * tile - width)))
+    columns = rows.reshape(count, blocks, tile)  # [T, blocks, tile]
     return jnp.einsum("tni,tnj->nij", columns, columns, precision="highest")
 
 
