@@ -78,8 +78,8 @@ class Evaluator:
     Attributes:
         fallback: as in `transparent`.
         report: as in `transparent`.
-        pieces: a cache of the jitted functions of inner `jit`s, with the jaxprs they were made from, so that JAX's own cache
-            hits for the next equal equation or call.
+        pieces: a cache of the jitted functions of inner `jit`s, and of loops and branches outside a trace, by the jaxprs they
+            were made from, so that JAX's own cache hits for the next equal equation or call.
         is_traced: whether the evaluation is being traced.
         rules: the rule of each primitive with a QArray operand.
         shared: the rules of equations with bodies, for operands of every kind.
@@ -90,7 +90,7 @@ class Evaluator:
 
     fallback: str
     report: Callable[[Decoded], None] | None
-    pieces: dict[Hashable, tuple[Any, Callable[..., Any]]]
+    pieces: dict[Hashable, Callable[..., Any]]
     is_traced: bool
     rules: Mapping[str, "Rule"]
     shared: Mapping[str, "Rule"]

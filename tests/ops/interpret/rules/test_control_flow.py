@@ -40,6 +40,43 @@ def test_a_loop_of_no_iterations_returns_its_carry():
         assert (sums.shape, rows.shape) == ((0,), (0, 8, 8))
 
 
+def product(w, x):
+    return jnp.tanh(x @ w[0])
+
+
+def layer(x, row):
+    return jnp.tanh(x @ row), None
+
+
+def below_two(c):
+    return c[0] < 2
+
+
+def one_more(c):
+    return c[0] + 1, product(c[2], c[1]), c[2]
+
+
+ONCE = {  # whose bodies are the same functions in each call
+    "scan": lambda w, x: lax.scan(layer, x, w)[0],
+    "while": lambda w, x: lax.while_loop(below_two, one_more, (0, x, w))[1],
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, product, product, w, x),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "w"), [(fb.transparent, W), (lambda fn: fb.train(fn, "int8"), fb.dequantize(W))], ids=["transparent", "train"]
+)
+@pytest.mark.parametrize("piece", ONCE.values(), ids=ONCE)
+def test_calls_without_jit_compile_once_for_each_shape(piece, wrap, w, caplog):
+    fn, x = wrap(piece), jnp.ones((2, 8))
+    first = fn(w, x)
+    with jax.log_compiles():
+        np.testing.assert_array_equal(fn(w, x), first)
+        assert "Finished XLA compilation" not in caplog.text
+        fn(w, x[:1])
+        assert "Finished XLA compilation" in caplog.text
+
+
 @pytest.mark.parametrize("scheme", ["int8", "q8_0"])
 @pytest.mark.parametrize("shape", [(40, 8), (40, 8, 4)], ids=str)
 def test_a_loop_over_the_quantized_axis_of_codes_of_whole_bytes(scheme, shape):

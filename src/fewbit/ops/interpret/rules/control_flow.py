@@ -1,7 +1,7 @@
 """Control flow around an interpreted body."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ _PIECES = 1024  # the size of a transparent function's cache of jitted pieces; c
 
 def _jit(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """An inner `jit`, which stays jitted; the same function for the same body."""
-    params, pieces = eqn.params, evaluator.pieces
+    params = eqn.params
     body, closed = evaluator.function(params["jaxpr"]), params["jaxpr"]
 
     def inner(*args: PyTree) -> list[Any]:
@@ -37,14 +37,33 @@ def _jit(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> lis
     if options := dict(params["compiler_options_kvs"]):
         settings["compiler_options"] = options
 
-    key = ("jit", id(closed), params["in_shardings"], params["out_shardings"], tuple(settings.items()))
     if closed.consts or options or evaluator.has_chosen_inside():
         return jax.jit(inner, **settings)(*values)
+    key = ("jit", closed, params["in_shardings"], params["out_shardings"], tuple(settings.items()))
+    return _cached(evaluator, key, lambda: jax.jit(inner, **settings))(*values)
+
+
+def _cached(evaluator: Evaluator, key: Hashable, jitted: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """The jitted function of a key, which contains its jaxprs: they have no equality but identity."""
+    pieces = evaluator.pieces
     if key not in pieces:
         if len(pieces) >= _PIECES:
             pieces.pop(next(iter(pieces)))
-        pieces[key] = (closed, jax.jit(inner, **settings))
-    return pieces[key][1](*values)
+        pieces[key] = jitted()
+    return pieces[key]
+
+
+def _compiled_once(rule: Rule) -> Rule:
+    """The rule of a loop or of branches, jitted outside a trace: JAX would compile the new body of each call."""
+
+    def run(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+        if evaluator.is_traced or evaluator.has_chosen_inside():
+            return rule(evaluator, eqn, values)
+        within = dataclasses.replace(evaluator, is_traced=True, chosen=None)
+        key = (eqn.primitive.name, *eqn.params.items())
+        return _cached(evaluator, key, lambda: jax.jit(lambda *values: rule(within, eqn, list(values))))(*values)
+
+    return run
 
 
 def _placed(x: PyTree, sharding: object) -> PyTree:
@@ -76,7 +95,7 @@ def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> li
     consts, carry, xs = scan_operands(eqn, values)
     constants, carries = len(consts), len(carry)
     if params["length"] == 0:  # no element could be sliced
-        return [*carry, *(jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[carries:])]
+        return [*carry, *(jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[carries:])]  # type: ignore[attr-defined]
     body = evaluator.function(params["jaxpr"])
     xs = list(map(stacked, xs))
     stacks = {i: x for i, x in enumerate(xs) if is_sliced_lazily(x)}  # sliced lazily, in the body
@@ -254,8 +273,8 @@ CONTROL: dict[str, Rule] = {
     "composite": inlined,
     "remat2": _remat,
     "checkpoint": _remat,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
+    "scan": _compiled_once(_scan),
+    "while": _compiled_once(_while),
+    "cond": _compiled_once(_cond),
 }
 """The rules of calls, loops and branches."""
