@@ -89,7 +89,17 @@ def test_every_layout():
     both = method.quantized(jnp.stack([w, w]), fb.scheme("int4_g32"), (-1,), experts)
     np.testing.assert_array_equal(fb.dequantize(both)[0], fb.dequantize(q))
     assert np.any(fb.dequantize(both)[1] != fb.dequantize(q))
-    np.testing.assert_array_equal(channel_weights((2, 3), (-1,), jnp.zeros((2, 3)), 0.0), np.ones((2, 1 * 3)))
+    np.testing.assert_array_equal(channel_weights((2, 3), (-1,), jnp.zeros((2, 3)), 0.5, 1.0), np.ones((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "q4_0", "nvfp4_one_level"])
+def test_an_expert_without_tokens_is_rounded_to_nearest(name):
+    """Also where the calibration of the scheme searches itself, as that of nvfp4_one_level."""
+    w, squares = jnp.stack([weight(4, 64)] * 2), jnp.stack([jnp.arange(1, 65, dtype=jnp.float32), jnp.zeros(64)])
+    q = IMatrix().quantized(w, fb.scheme(name), (-1,), Observation(squares=squares, count=jnp.array([9.0, 0.0])))
+    found, rounded = fb.dequantize(q), fb.dequantize(fb.quantize(w, name))
+    np.testing.assert_array_equal(found[1], rounded[1])
+    assert not np.array_equal(found[0], rounded[0])
 
 
 def test_through_quantize_params():

@@ -32,7 +32,7 @@ class IMatrix(AbstractMethod):
 
     A scheme whose calibration searches (`mse`, `mx,optimal`) searches with these weights. For any other, each tile takes the better
     of its own scale and that of `mse`; so no tile is worse than with `RTN`, by the weighted error, unless the scales are quantized
-    themselves afterwards.
+    themselves afterwards. A weight whose inputs were all zero, such as an expert without tokens, is rounded as by `RTN`.
 
     Attributes:
         damping: what is added to each mean square, as a part of their mean; without it, a channel that was zero on the calibration
@@ -53,7 +53,10 @@ class IMatrix(AbstractMethod):
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
         if observation is None or observation.squares is None:
             raise QuantError('imatrix needs the squares of the inputs; fb.observe with collect=("squares",)')
-        weights = channel_weights(x.shape, axis, observation.squares, self.damping, observation.batch)
+        # An expert without tokens is rounded to nearest. Where no error counts, the calibration's own scale is kept; a
+        # calibration that searches itself needs all errors to count alike.
+        unseen = 1.0 if scheme.calibration.uses_error_weights else 0.0
+        weights = channel_weights(x.shape, axis, observation.squares, self.damping, unseen, observation.batch)
         return with_searched_scales(scheme, lambda searched: quantize(x, searched, axis=axis, error_weights=weights))
 
 
@@ -79,6 +82,7 @@ def channel_weights(
     axis: tuple[int, ...],
     squares: Float[Array, "*B K"],
     damping: float,
+    unseen: float,
     batch: tuple[int, ...] | None = None,
 ) -> Float[Array, "..."]:
     """The mean square of each input relative to the mean of all, broadcastable to the weight.
@@ -88,17 +92,18 @@ def channel_weights(
         axis: the contraction axes, negative.
         squares: the sums of `x**2` of the contracted inputs, for each element of the batch axes if it has more.
         damping: is added to each.
+        unseen: the weight where all inputs were zero.
         batch: the weight's batch axes, in the order of `squares`; None: the first ones, or the groups of a convolution.
 
     Returns:
-        The weights; ones where all inputs were zero.
+        The weights.
 
     Raises:
         QuantError: for sums of another shape.
     """
     axes = MatrixAxes.of(shape, axis, squares.shape, batch)
     mean = jnp.mean(squares, axis=-1, keepdims=True)
-    weights = jnp.where(mean > 0, squares / jnp.where(mean > 0, mean, 1.0), 1.0) + damping
+    weights = jnp.where(mean > 0, squares / jnp.where(mean > 0, mean, 1.0) + damping, unseen)
     order = (*axes.groups, *axes.contracted)
     weights = weights.reshape([axes.shape[a] for a in order])
     weights = jnp.expand_dims(weights.transpose([order.index(a) for a in sorted(order)]), axes.others)
