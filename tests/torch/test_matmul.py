@@ -164,7 +164,11 @@ def test_torch_compile_takes_it_whole(q: "fbt.QTensor") -> None:
 
 def test_codes_times_codes_on_a_cpu() -> None:
     x, q = weight("int8", 5, 64), weight("int8", 12, 64)
-    assert_near(fbt.matmul(x, q.T), x.dequantize(), q.dequantize().T)
+    y = fbt.matmul(x, q.T)
+    assert_near(y, x.dequantize(), q.dequantize().T)
+    compiled = torch.compile(lambda x, q: x @ q.T, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, q), y)
+    assert_near(fbt.matmul(q, x.T), q.dequantize(), x.dequantize().T)
 
 
 def test_rows_in_groups_are_those_of_jax() -> None:

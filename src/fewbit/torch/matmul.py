@@ -370,14 +370,46 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
 
 def _codes_product(x: QTensor, q: QTensor, backend: Backend | None) -> torch.Tensor:
     """The matmul of two QTensors. It multiplies their codes if no scale varies along the contraction axis."""
-    name, _ = _chosen(x, q, backend)
+    (left, xs), (right, qs) = in_memory_order(x), in_memory_order(q)
+    settings = (left.form.text, right.form.text, xs[1], qs[0], backend or "")
+    return torch.ops.fewbit.codes_product(left.leaves, right.leaves, *settings)
+
+
+def _multiplied_codes(
+    x_leaves: Sequence[torch.Tensor],
+    q_leaves: Sequence[torch.Tensor],
+    x_form: str,
+    q_form: str,
+    x_axis: int,
+    q_axis: int,
+    backend: str,
+) -> torch.Tensor:
+    """The product of two matrices of forms, contracting the given axis of each."""
+    x = permuted(form_of(x_form).qtensor(x_leaves), (1 - x_axis, x_axis))
+    q = permuted(form_of(q_form).qtensor(q_leaves), (q_axis, 1 - q_axis))
+    name, _ = _chosen(x, q, backend or None)
     if name == "triton":
         return codes_by_triton(x, q, config_of(q.device), gpu_of(q.device))
     if name == "torch":
         return (dequantize(x, torch.float32) @ dequantize(q, torch.float32)).to(x.dtype)
-    (left, xs), (right, qs) = in_memory_order(x), in_memory_order(q)
-    fn = _compiled_pair(left.form.text, right.form.text, xs[1], qs[0])
-    return handover.call(fn, (*left.leaves, *right.leaves)).to(x.dtype)
+    return handover.call(_compiled_pair(x_form, q_form, x_axis, q_axis), (*x_leaves, *q_leaves)).to(x.dtype)
+
+
+def _empty_codes_product(
+    x_leaves: Sequence[torch.Tensor],
+    q_leaves: Sequence[torch.Tensor],
+    x_form: str,
+    q_form: str,
+    x_axis: int,
+    q_axis: int,
+    backend: str,
+) -> torch.Tensor:
+    x, q = form_of(x_form), form_of(q_form)
+    return x_leaves[0].new_empty((x.shape[1 - x_axis], q.shape[1 - q_axis]), dtype=getattr(torch, x.dtype))
+
+
+_SETTINGS = "str x_form, str q_form, int x_axis, int q_axis, str backend"
+handover.operator(f"codes_product(Tensor[] x, Tensor[] q, {_SETTINGS}) -> Tensor", _multiplied_codes, _empty_codes_product)
 
 
 @functools.lru_cache(maxsize=1024)
