@@ -338,6 +338,7 @@ class QTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func in FUNCTIONS:
             return FUNCTIONS[func](*args, **kwargs)
+        # Under torch.func a result would be wrapped and lose its class; there is no public way to ask or to suspend it.
         is_transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
         with torch._C._DisableFuncTorch() if is_transformed else contextlib.nullcontext():
             if func in VIEWS:
