@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
@@ -205,6 +206,21 @@ def test_reshapes_of_models_are_possible(spec: str, shape: tuple[int, ...], new_
 def test_reshapes_that_would_tear_are_refused(spec: str, shape: tuple[int, ...], new_shape: tuple[int, ...], message: str):
     with numpy_leaves(), pytest.raises(QuantError, match=message):
         q_of(shape, spec).reshape(new_shape)
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "int8_g32"])
+def test_an_index_keeps_the_quantized_axis(spec: str):
+    x = jnp.ones((2, 64, 6))
+    q = fb.quantize(x, spec, axis=1)
+    assert q[0].scheme == fb.quantize(x[0], spec, axis=0).scheme
+    assert q[:1].scheme == q.scheme
+    assert q[:, None].scheme == fb.quantize(x[:, None], spec, axis=2).scheme
+    assert q[..., 0].scheme == fb.quantize(x[..., 0], spec, axis=1).scheme
+
+
+def test_an_index_may_remove_the_quantized_axis_of_whole_bytes():
+    q = fb.quantize(jnp.ones((2, 64, 6)), "int8", axis=1)
+    assert q[:, 0].scheme.pack_axis == -1
 
 
 @pytest.mark.parametrize(

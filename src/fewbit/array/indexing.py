@@ -79,21 +79,26 @@ def indexed(
     on_codes: list[Any] = []
     on_scale: list[Any] = []
     kept: list[Axis] = []
-    lengths = iter(zip(axes, scale_shape, strict=True))
+    places: dict[int, int] = {}
+    lengths = enumerate(zip(axes, scale_shape, strict=True))
     for step in _expanded(index, len(axes), decode):
         if step is None:
             on_codes.append(None)
             on_scale.append(None)
             kept.append(Axis(1, 1))
             continue
-        of_codes, of_scale, axis = _along(*next(lengths), step, scheme.format.bits, decode)
+        place, (axis, count) = next(lengths)
+        of_codes, of_scale, new_axis = _along(axis, count, step, scheme.format.bits, decode)
         on_codes.append(of_codes)
         on_scale.append(of_scale)
-        if axis is not None:
-            kept.append(axis)
+        if new_axis is not None:
+            places[place] = len(kept)
+            kept.append(new_axis)
     if not kept:
         raise QuantError("an integer for every axis gives a scalar; a quantized array has at least one axis")
-    cut = scheme.with_tiles(tuple(axis.tile for axis in kept), packed_axis(kept))
+    # Codes that share no bytes may lose the packed axis; the last one serves as such then.
+    packed = places.get(scheme.pack_axis + len(axes), len(kept) - 1)
+    cut = scheme.with_tiles(tuple(axis.tile for axis in kept), packed - len(kept))
     return Indexed(tuple(on_codes), tuple(on_scale), tuple(axis.length for axis in kept), cut)
 
 
