@@ -378,6 +378,8 @@ def test_what_it_cannot_do_is_said():
         quantize(jnp.ones((20, 32)), "nvfp4_16x16", key=jax.random.key(0), backend="cpu")
     with pytest.raises(fb.UnsupportedError, match="cannot encode dynamic8"):
         quantize(x, {"format": "dynamic8"}, backend="cpu")
+    with pytest.raises(fb.UnsupportedError, match="cannot encode e3m0; it encodes integers, minifloats with mantissa bits"):
+        quantize(x, fb.Scheme(fb.formats.Minifloat("e3m0", 3, 0, 3)), backend="cpu")
     interleaved = fb.scheme({"format": "int4", "packing": {"interleave": [0, 2, 1, 3]}})
     with pytest.raises(fb.UnsupportedError, match="codes are interleaved"):
         quantize(x, interleaved, backend="cpu")

@@ -55,6 +55,8 @@ def format_words(fmt: AbstractFormat) -> Words | None:
         return Words((_INTEGER, 2, 1, 1), (1.0, -1.0, 1.0))
     if type(fmt) is Binary:
         return Words((_CODEBOOK, 1, 1, -1, -1, 0, 1), (-_TINY, -1.0, 1.0))
+    if type(fmt) is Minifloat and fmt.mantissa == 0:  # a tie is rounded to an even step there, not to an even code
+        return None
     if type(fmt) is Minifloat:
         is_fnuz = fmt.specials == "fnuz"
         whole = (_MINIFLOAT, fmt.bits, fmt.nan_code or 0, fmt.mantissa, fmt.bias, fmt.max_code, fmt.signed, is_fnuz)

@@ -56,7 +56,8 @@ class CpuQuantizer(AbstractBackend[Quantization]):
         scheme = problem.scheme
         if format_words(scheme.format) is None:
             return (
-                f"it cannot encode {scheme.format.name}; it encodes integers, minifloats and codebooks of up to 16 numbers"
+                f"it cannot encode {scheme.format.name}; it encodes integers, minifloats with mantissa bits, and "
+                "codebooks of up to 16 numbers"
             )
         tiles = scheme.tiles(len(problem.shape))
         return _refusal(problem.shape, problem.dtype, scheme, tiles) or _noise_refusal(problem, tiles)
