@@ -131,7 +131,7 @@ def _chosen(x: torch.Tensor | QTensor, q: QTensor, backend: str | None) -> tuple
 def _refusal(name: str, x: torch.Tensor | QTensor, q: QTensor, *, is_named: bool) -> str | None:
     """Why a backend does not compute `x @ q`; None when it does."""
     if name == "torch":
-        return decoded_leaves(q.form, q.device)[1]
+        return decoded_leaves(q)[1]
     if name == "triton":
         reason = unsupported(x, q)
         if reason is None and not is_named and not isinstance(x, QTensor):
@@ -439,7 +439,7 @@ def unsupported(x: torch.Tensor | QTensor, q: QTensor) -> str | None:
         return unsupported_codes(x, q, torch.cuda.get_device_capability(device))
     if x.dtype not in PRECISIONS:
         return f"x is {x.dtype}, must be bfloat16, float16 or float32"
-    return Matrix(q.scheme, *q.shape).unsupported()
+    return Matrix(triton.scheme_for_kernels(q), *q.shape).unsupported()
 
 
 def unsupported_codes(x: QTensor, q: QTensor, capability: tuple[int, int]) -> str | None:
@@ -452,7 +452,9 @@ def unsupported_codes(x: QTensor, q: QTensor, capability: tuple[int, int]) -> st
         return f"codes of {', '.join(sorted(names))}, must be int8, int8_narrow, e4m3fn or e5m2"
     if not isinstance(fmt, Integer) and capability < (8, 9):
         return f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores; 8.9 is needed"
-    left, right = Matrix(permuted(x, (1, 0)).scheme, *x.shape[::-1]), Matrix(q.scheme, *q.shape)
+    left, right = (Matrix(triton.scheme_for_kernels(t), *t.shape) for t in (permuted(x, (1, 0)), q))
+    if reason := left.unsupported() or right.unsupported():
+        return reason
     is_plain = all(t.scheme.zero_point is None and t.scale.is_floating_point() for t in (x, q))
     is_whole = left.tile_k == right.tile_k == 0 and {left.tile_n, right.tile_n} <= {0, 1}
     if not (is_plain and is_whole):
@@ -482,6 +484,7 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch
     """
     from ..kernels.qmatmul.gpu import launch as triton_launch  # it needs Triton
 
+    q = triton.for_kernels(q)
     matrix, rows = Matrix(q.scheme, *q.shape), x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()

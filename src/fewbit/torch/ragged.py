@@ -225,11 +225,12 @@ def unsupported_stack(q: QTensor) -> str | None:
     """Why the kernels do not support a stack of matrices. The reason holds on any device. None when they do."""
     if q.policy is not None:
         return "the matrices have a policy, which the kernels do not support"
-    if q.scheme.tiles(3)[0] not in (None, 1):
+    scheme = triton.scheme_for_kernels(q, 1)
+    if scheme.tiles(3)[0] not in (None, 1):
         return "several matrices share a scale"
     if q.scheme.pack_axis == -3:
         return "codes are packed along the axis of the groups"
-    return Matrix(_scheme(q), *q.shape[1:]).unsupported()
+    return Matrix(_of_one(scheme), *q.shape[1:]).unsupported()
 
 
 def ragged_by_triton(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, config: GpuConfig, gpu: Gpu) -> torch.Tensor:
@@ -247,7 +248,8 @@ def ragged_by_triton(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, con
     """
     from ..kernels.qmatmul.gpu import launch as triton_launch  # it needs Triton
 
-    matrix = Matrix(_scheme(q), *q.shape[1:])
+    q = triton.for_kernels(q, 1)
+    matrix = Matrix(_of_one(q.scheme), *q.shape[1:])
     if x.stride(1) != 1:
         x = x.contiguous()
     (scale_g, scale_k, scale_n), (_, codes_k, codes_n) = _strides(q.scale), q.codes.stride()
@@ -263,9 +265,9 @@ def ragged_by_triton(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, con
     return y
 
 
-def _scheme(q: QTensor) -> Scheme:
-    """The scheme of one matrix."""
-    return q.scheme.with_tiles(q.scheme.tiles(3)[1:], q.scheme.pack_axis)
+def _of_one(scheme: Scheme) -> Scheme:
+    """The scheme of one matrix of a stack."""
+    return scheme.with_tiles(scheme.tiles(3)[1:], scheme.pack_axis)
 
 
 def _strides(t: torch.Tensor) -> tuple[int, int, int]:

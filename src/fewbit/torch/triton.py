@@ -1,8 +1,8 @@
 """Launches the Triton quantize and dequantize kernels on CUDA tensors."""
 
+import dataclasses
 import functools
 import importlib.util
-import math
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
@@ -17,7 +17,7 @@ from ..formats.format import AbstractFormat
 from ..formats.rounding import rounding_table
 from ..kernels.quantize.gpu.problem import TileProblem
 from .dlpack import array, tensor
-from .qtensor import QTensor
+from .qtensor import Form, QTensor
 
 Work: TypeAlias = Literal["quantize", "decode", "sweep"]
 
@@ -58,10 +58,54 @@ def unsupported(device: torch.device, scheme: Scheme, shape: tuple[int, ...], wo
     return problem.unsupported()
 
 
+def scheme_for_kernels(q: QTensor, batch: int = 0) -> Scheme:
+    """The scheme of `for_kernels(q, batch)`."""
+    named = q.scheme.tiles(q.ndim)
+    tiles = tuple(1 if count == n != 1 else t for t, n, count in zip(named, q.shape, q.scale.shape, strict=True))
+    scheme = q.scheme
+    if tiles != named:
+        scheme = scheme.with_tiles(tiles, scheme.pack_axis)
+    if q.tensor_scale is not None and any(count > 1 for count in q.tensor_scale.shape[batch:]):
+        scheme = dataclasses.replace(scheme, scale="float32", tensor_scale=False)
+    return scheme
+
+
+def for_kernels(q: QTensor, batch: int = 0) -> QTensor:
+    """The same numbers as the kernels read them: with the tiles of the scales, one tensor scale and a zero point for each scale.
+
+    Stacked tensors may have several tensor scales. Their products with the scales are then float32 scales, as in JAX.
+
+    Args:
+        q: the QTensor, without quantized scales.
+        batch: the first axes that may have a tensor scale for each element.
+
+    Returns:
+        The QTensor. Its zero points have the strides of its scales.
+    """
+    scheme, scale, zero, unit = scheme_for_kernels(q, batch), q.scale, q.zero_point, q.tensor_scale
+    is_alike = zero is None or (zero.shape, zero.stride()) == (scale.shape, scale.stride())
+    if scheme is q.scheme and is_alike:
+        return q
+    if unit is not None and not scheme.tensor_scale:
+        assert isinstance(q.scheme.scale, AbstractFormat)
+        scale, unit = _numbers(q.scheme.scale, q.device)[scale.int()] * unit, None
+        scale = torch.where(scale.abs() < _TINY, 0.0, scale)
+    if zero is not None:
+        scale, zero = scale.contiguous(), zero.expand(scale.shape).contiguous()
+    parts = {"codes": q.codes, "scale": scale, "zero_point": zero, "tensor_scale": unit}
+    present = [name for name, part in parts.items() if part is not None]
+    return QTensor._unchecked(parts, Form.of(scheme, q.shape, q.dtype, present))
+
+
+@functools.lru_cache(maxsize=16)
+def _numbers(holder: AbstractFormat, device: torch.device) -> torch.Tensor:
+    """The number of each code of a scale format, float32."""
+    return torch.tensor(rounding_table(holder).values, dtype=torch.float32, device=device)
+
+
 def problem_of(scheme: Scheme, shape: tuple[int, ...]) -> TileProblem:
     """The problem of a tensor of this shape: its rows along the packed axis."""
-    length = shape[scheme.pack_axis]
-    return TileProblem(scheme, length, math.prod(shape) // length)
+    return TileProblem.of(scheme, shape, scheme.tiles(len(shape)))
 
 
 def quantized(W: torch.Tensor, scheme: Scheme, H: torch.Tensor | None = None) -> QTensor:
@@ -148,7 +192,7 @@ def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor |
     assert isinstance(holder, AbstractFormat)
     rows = W.movedim(scheme.pack_axis, -1).reshape(problem.rows, problem.length).contiguous()
     stored = leaves_of(W, scheme, unit)[1].movedim(scheme.pack_axis, -1).reshape(problem.rows, -1)
-    values = torch.tensor(rounding_table(holder).values, dtype=torch.float32, device=W.device)
+    values = _numbers(holder, W.device)
     grid = torch.unique(values[torch.isfinite(values) & (values >= ScaleStore(holder).smallest)])
     scale = values[stored.int()]
     if unit is not None:
@@ -161,9 +205,11 @@ def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor |
 
 
 def dequantized(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantizes a QTensor."""
+    """Dequantizes a QTensor whose `scheme_for_kernels` `unsupported` accepts."""
+    q = for_kernels(q)
     problem, axis = problem_of(q.scheme, tuple(q.shape)), q.scheme.pack_axis
-    codes, scale = (t.movedim(axis, -1).contiguous() for t in (q.codes, q.scale))
+    codes = q.codes.movedim(axis, -1).contiguous()
+    scale = q.scale.movedim(axis, -1).expand(*codes.shape[:-1], -1).contiguous()
     rows = torch.empty((problem.rows, problem.length), dtype=dtype, device=q.codes.device)
     from ..kernels.quantize.gpu import dequantize as triton_dequantize  # it needs Triton
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from fewbit.kernels.qmatmul.gpu.config import DotConfig, GemvConfig, Gpu, GpuCon
 from fewbit.kernels.qmatmul.gpu.weight import Matrix  # noqa: E402
 from fewbit.kernels.qmatmul.problem import Operand  # noqa: E402
 from fewbit.torch.matmul import by_triton, codes_by_triton, unsupported_codes  # noqa: E402
+from fewbit.torch.quantize import chosen  # noqa: E402
 from fewbit.torch.ragged import ragged_by_triton, unsupported_stack  # noqa: E402
 from tests.kernels.interpreted import interpreted_kernels, stand_in_for_jax_triton  # noqa: E402
 
@@ -223,6 +226,25 @@ def test_scales_that_are_nan() -> None:
         assert y.isnan().nonzero().flatten().tolist() == [3]
 
 
+@pytest.mark.parametrize("config", [SMALL, BY_DOT], ids=["gemv", "dot"])
+def test_a_zero_point_of_several_scales(config: GpuConfig) -> None:
+    q, x = weight("uint4_g64", 22, 160), activations(2, 160, torch.float32)
+    assert q.zero_point is not None and q.scale.shape == (3, 22)
+    for zero in (q.zero_point[:1, :1], q.zero_point[:1], q.zero_point.T.contiguous().T):
+        shared = fbt.QTensor(q.codes, q.scale, q.scheme, q.shape, q.dtype, zero_point=zero)
+        assert_right(by_triton(x, shared, config, Gpu(4, 1 << 16)), x, shared, 2.0**-20)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_tensor"])
+def test_rows_that_were_quantized_one_by_one(name: str) -> None:
+    """Each has a tensor scale, or a scale where the scheme has one for all."""
+    w = np.random.default_rng(0).normal(size=(8, 32)) * np.logspace(0, 4, 8)[:, None]
+    rows = jax.vmap(lambda w: fb.quantize(w, chosen(fb.scheme(name), "naive")))(jnp.asarray(w, jnp.float32))
+    q = fbt.from_qarray(rows).T
+    x = activations(2, 32, torch.float32)
+    assert_right(by_triton(x, q, BY_DOT, Gpu(4, 1 << 16)), x, q, 2.0**-20)
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_codes_times_codes(name: str, dim: int) -> None:
@@ -247,14 +269,19 @@ def test_what_no_kernel_reads_says_why(name: str, text: str) -> None:
     assert reason is not None and text in reason
 
 
+DOUBLE = dataclasses.replace(fb.scheme("int8"), scale=dataclasses.replace(fb.scheme("int8"), tile={}))
+"""Scales that are int8 codes with one scale."""
+
+
 @pytest.mark.parametrize(
     ("names", "capability", "text"),
     [
         (("int8", "fp8"), (9, 0), "must be int8 and int8"), (("fp8", "fp8"), (8, 0), "8.9 is needed"),
         (("mxfp8", "fp8"), (9, 0), "one a row of x"), (("int4", "int4"), (9, 0), "int4"),
+        ((DOUBLE, "int8"), (9, 0), "quantized themselves"),
     ],
 )  # fmt: skip
-def test_codes_that_no_kernel_multiplies_say_why(names: tuple[str, str], capability: tuple[int, int], text: str) -> None:
+def test_codes_that_no_kernel_multiplies_say_why(names: tuple[Any, Any], capability: tuple[int, int], text: str) -> None:
     x, q = (fbt.quantize(torch.ones(4, 64), name, method="naive") for name in names)
     assert text in str(unsupported_codes(x, q.T, capability))
 
@@ -273,6 +300,19 @@ def test_jax_reaches_the_kernels_through_jax_triton(contracts_cols: bool, monkey
     y = TritonGPU().stacked(x, stack, contracts_cols=contracts_cols, dtype=np.dtype(np.float32), precision=None)
     exact = np.einsum("bmk,bnk->bmn" if contracts_cols else "bmk,bkn->bmn", x, fb.dequantize(stack))
     np.testing.assert_allclose(y, exact, atol=2e-4)
+
+
+def test_a_zero_point_of_several_scales_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_jax_triton(monkeypatch)
+    q = fb.quantize(jnp.asarray(np.random.default_rng(0).normal(1, 1, size=(2, 8, 64)), jnp.float32), "uint4_g32")
+    assert q.zero_point is not None
+    q = dataclasses.replace(q, zero_point=q.zero_point[:1, :1, :1])
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 64)), jnp.float32)
+    exact = np.einsum("bmk,bnk->bmn", x, fb.dequantize(q))
+    settings = {"contracts_cols": True, "dtype": np.dtype(np.float32), "precision": None}
+    np.testing.assert_allclose(TritonGPU().stacked(x, q, **settings), exact, atol=2e-4)
+    y = TritonGPU().grouped(x.reshape(6, 64), q, jnp.array([3, 3], jnp.int32), **settings)
+    np.testing.assert_allclose(y, exact.reshape(6, 8), atol=2e-4)
 
 
 SIZES = {"some cross": [3, 0, 20, 5], "rows are left": [1, 1, 0, 4], "too many": [20, 0, 30, 3], "none": [0, 0, 0, 0]}
@@ -311,6 +351,14 @@ def test_rows_in_groups(name: str, dim: int, sizes: str, dtype: torch.dtype) -> 
     y = ragged_by_triton(x, q, torch.tensor(SIZES[sizes]), BY_PAIRS, Gpu(4, 1 << 16))
     w = fbt.dequantize(q, torch.float32)
     assert_grouped(y, x, w, SIZES[sizes], 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10)
+
+
+def test_a_zero_point_of_several_groups() -> None:
+    q, x = experts("uint4_g32", 64, 8, -1), activations(8, 64, torch.float32)
+    assert q.zero_point is not None
+    shared = fbt.QTensor(q.codes, q.scale, q.scheme, q.shape, q.dtype, zero_point=q.zero_point[:1])
+    y = ragged_by_triton(x, shared, torch.tensor([2, 1, 3, 2]), BY_DOT, Gpu(4, 1 << 16))
+    assert_grouped(y, x, fbt.dequantize(shared, torch.float32), [2, 1, 3, 2], 2.0**-20)
 
 
 @pytest.mark.slow

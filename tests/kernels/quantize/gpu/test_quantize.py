@@ -1,5 +1,6 @@
 """The Triton quantizers in Triton's interpreter, byte for byte against the reference in JAX."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -84,14 +85,48 @@ def test_rows_that_tiles_divide(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("rule", ["rceil", "even", "threshold"])
 def test_mx_rules_at_every_bfloat16(rule: str) -> None:
-    import dataclasses
-
     bits = np.arange(0, 0x8000, dtype=np.uint32) << 16
     x = torch.tensor(bits.view(np.float32)).bfloat16().reshape(-1, 1)
     scheme = dataclasses.replace(fb.scheme("mxfp4"), calibration=fb.array.scales.MX(rule))
     q = fbt.quantize(x.repeat(1, 2), scheme)
     codes, scale = by_triton.leaves_of(x.repeat(1, 2), q.scheme, None)
     assert torch.equal(scale, q.scale) and torch.equal(codes, q.codes)
+
+
+@pytest.mark.parametrize(("name", "length"), [("nf4", 1), ("mxfp6", 1), ("mxfp6", 2)])
+def test_rows_shorter_than_their_bytes(name: str, length: int) -> None:
+    assert_same(torch.tensor([1.5, -0.3, 0.0, 7.0]).reshape(-1, length), name, "naive")
+
+
+def stacked(name: str) -> fb.QArray:
+    """Three matrices of other magnitudes, quantized one by one."""
+    w = np.random.default_rng(0).normal(size=(3, 4, 32)) * np.array([1, 100, 1e4]).reshape(3, 1, 1)
+    return jax.vmap(lambda w: fb.quantize(w, chosen(fb.scheme(name), "naive")))(jnp.asarray(w, jnp.float32))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_tensor"])
+def test_stacked_tensors_decode_with_the_scales_of_each(name: str) -> None:
+    q, want = fbt.from_qarray(stacked(name)), fb.dequantize(stacked(name), backend="reference")
+    assert by_triton.problem_of(by_triton.scheme_for_kernels(q), tuple(q.shape)).unsupported_layout() is None
+    assert np.array_equal(by_triton.dequantized(q, torch.float32), want)
+
+
+def test_stacked_arrays_decode_with_the_scales_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_jax_triton(monkeypatch)
+    q = stacked("fp8_tensor")
+    assert TritonDequantizer().unsupported(Decoding(q.shape, "float32", q.scheme, q.tiles)) is None
+    assert np.array_equal(gpu._decoded(jnp.dtype(jnp.float32), q), fb.dequantize(q, backend="reference"))
+
+
+def test_tiles_of_several_rows() -> None:
+    def reason_of(shape: tuple[int, ...], *tiles: int | None) -> str | None:
+        return TileProblem.of(fb.scheme("int8"), shape, tiles).unsupported_layout()
+
+    assert reason_of((3, 4, 32), 1, None, 32) is None and reason_of((1, 32), 16, None) is None
+    assert "16 rows share a scale" in str(reason_of((3, 32, 32), None, 16, 16))
+    reason = TileProblem.of(fb.scheme("fp8_tensor"), (4, 64), (None, None)).unsupported()
+    assert reason == "rows share a scale; the kernel computes one for each row"
+    assert TileProblem.of(fb.scheme("fp8_tensor"), (1, 64), (None, None)).unsupported() is None
 
 
 def test_low_codes_of_nvfp4_take_the_branch_of_fifteen() -> None:

@@ -117,13 +117,13 @@ def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols:
     return y.sum(0) if launch.splits > 1 else y[0]
 
 
-def _called(
-    launch: Any, matrix: Matrix, x: jax.Array, leaves: Sequence[jax.Array | None], sizes: jax.Array | None
-) -> jax.Array:
+def _called(launch: Any, matrix: Matrix, x: jax.Array, leaves: Sequence[Any], sizes: jax.Array | None) -> jax.Array:
     """Launches a kernel: float32 partial sums or one result, `[splits, M, N]`."""
     import jax_triton  # type: ignore[import-not-found]  # pyright: ignore
 
     codes, scale, zero, unit = leaves
+    if zero is not None:
+        zero = jnp.broadcast_to(zero, scale.shape)  # one may apply to several scales; the kernels read one for each
     optional = jax.tree.map(jnp.asarray, [zero, unit, matrix.table()])
     if launch.takes_sizes:
         optional.append(sizes)

@@ -6,7 +6,6 @@
 import dataclasses
 import functools
 import importlib.util
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -41,7 +40,7 @@ class TritonQuantizer(AbstractBackend[Quantization]):
             return refusal
         if problem.is_stochastic or problem.is_given or problem.is_weighted:
             return "stochastic rounding, given scales and weighted errors: use backend='reference'"
-        return _problem(problem.shape, problem.scheme).unsupported()
+        return TileProblem.of(problem.scheme, problem.shape, problem.scheme.tiles(len(problem.shape))).unsupported()
 
     def not_chosen(self, problem: Quantization) -> str | None:
         return split_refusal()
@@ -64,10 +63,7 @@ class TritonDequantizer(AbstractBackend[Decoding]):
     def unsupported(self, problem: Decoding) -> str | None:
         if (refusal := _refusal(problem.dtype)) is not None:
             return refusal
-        tiles = problem.scheme.tiles(len(problem.shape))
-        if any(min(a or n, n) != min(b or n, n) for a, b, n in zip(problem.tiles, tiles, problem.shape, strict=True)):
-            return f"its tiles are {problem.tiles}, and the scheme's are {tiles}; they must agree"
-        return _problem(problem.shape, problem.scheme).unsupported_layout()
+        return TileProblem.of(problem.scheme, problem.shape, problem.tiles).unsupported_layout()
 
     def not_chosen(self, problem: Decoding) -> str | None:
         return split_refusal()
@@ -90,17 +86,11 @@ def _refusal(dtype: str) -> str | None:
     return None
 
 
-def _problem(shape: tuple[int, ...], scheme: Scheme) -> TileProblem:
-    """The array as rows along the packed axis."""
-    length = shape[scheme.pack_axis]
-    return TileProblem(scheme, length, math.prod(shape) // max(1, length))
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _quantized(scheme: Scheme, x: jax.Array) -> QArray:
     from . import quantize as triton  # it needs Triton
 
-    problem, moved = _problem(x.shape, scheme), jnp.moveaxis(x, scheme.pack_axis, -1)
+    problem, moved = TileProblem.of(scheme, x.shape, scheme.tiles(x.ndim)), jnp.moveaxis(x, scheme.pack_axis, -1)
     unit = tensor_scale_of(x, scheme)
     bytes_in_row = packed_length(problem.length, scheme.format.bits)
     stored = jnp.uint8 if isinstance(scheme.scale, AbstractFormat) else scheme.scale
@@ -123,9 +113,10 @@ def _quantized(scheme: Scheme, x: jax.Array) -> QArray:
 def _decoded(dtype: DTypeLike, q: QArray) -> jax.Array:
     from . import dequantize as triton_dequantize  # it needs Triton
 
-    axis, problem = q.scheme.pack_axis, _problem(q.shape, q.scheme)
+    axis, problem = q.scheme.pack_axis, TileProblem.of(q.scheme, q.shape, q.tiles)
     moved = jnp.moveaxis(q.codes, axis, -1)
-    codes, scale = moved.reshape(problem.rows, -1), jnp.moveaxis(q.scale, axis, -1).reshape(problem.rows, -1)
+    of_rows = jnp.broadcast_to(jnp.moveaxis(q.scale, axis, -1), (*moved.shape[:-1], problem.tiles_in_row))
+    codes, scale = (leaf.reshape(problem.rows, -1) for leaf in (moved, of_rows))
     shape = jax.ShapeDtypeStruct((problem.rows, problem.length), dtype)
     unit = scale if q.tensor_scale is None else q.tensor_scale
     kernel, constants = triton_dequantize.dequantize_kernel, problem.decoding()

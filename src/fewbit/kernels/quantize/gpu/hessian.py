@@ -86,9 +86,11 @@ def sweep_kernel(
 
 def unsupported(problem: TileProblem) -> str | None:
     """Why the kernel does not support the problem; None when it does."""
+    if reason := problem.unsupported_layout():
+        return reason
     if not 16 <= problem.padded_tile <= LONGEST_TILE:
         return f"tiles of {problem.tile}; blocks of 9 to {LONGEST_TILE} columns fit in registers"
-    return problem.unsupported_layout()
+    return None
 
 
 def constants(problem: TileProblem) -> dict[str, typing.Any]:

@@ -1,10 +1,12 @@
 """Compile-time constants and launch sizes of Triton quantizers."""
 
 import dataclasses
-from typing import Any, Literal
+import math
+from typing import Any, Literal, Self
 
 import numpy as np
 
+from ...._tiles import Tile
 from ....array.scales.absmax import AbsMax
 from ....array.scales.mx import MX, bits_added
 from ....array.scales.search.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
@@ -21,6 +23,9 @@ from ...triton.constants import Codes, Scales
 LARGEST_TILE = 16384
 """The longest tile that fits in the registers of one program."""
 
+CODES_IN_BYTES = {4: 2, 6: 4, 8: 1}
+"""The least codes of each width that fill whole bytes."""
+
 ELEMENTS = 2048
 """Elements of a program of four warps, unless a tile is longer: 16 a thread, two 128-bit loads in bfloat16."""
 
@@ -31,7 +36,7 @@ class Tiles:
 
     Attributes:
         length: elements of a tile.
-        padded: `length` rounded up to a power of two.
+        padded: `length` rounded up to a power of two, and to whole bytes of codes.
         count: the number of tiles a program.
         is_even: whether tiles divide the rows and need no padding.
     """
@@ -84,7 +89,7 @@ class TileProblem:
     """Rows to quantize or dequantize in tiles (blocks) along them.
 
     Attributes:
-        scheme: the scheme; its tiles are along the rows.
+        scheme: the scheme of the rows `[rows, length]`.
         length: elements a row.
         rows: the number of rows.
     """
@@ -93,11 +98,28 @@ class TileProblem:
     length: int
     rows: int
 
+    @classmethod
+    def of(cls, scheme: Scheme, shape: tuple[int, ...], tiles: tuple[Tile, ...]) -> Self:
+        """The problem of an array: its rows along the packed axis.
+
+        Args:
+            scheme: its scheme.
+            shape: its shape.
+            tiles: its tiles, as its scales have them.
+        """
+        axis, length = scheme.pack_axis, shape[scheme.pack_axis]
+        others = [
+            (t, n) for place, (t, n) in enumerate(zip(tiles, shape, strict=True), -len(shape)) if place != axis and n > 1
+        ]
+        cut = [t for t, n in others if t is not None and 1 < t < n]
+        shared = None if any(t != 1 for t, _ in others) else 1
+        row_tile = max(cut, default=shared)
+        return cls(scheme.with_tiles((row_tile, tiles[axis]), -1), length, math.prod(shape) // max(1, length))
+
     @property
     def tile(self) -> int:
         """The tile (block) size."""
-        tile = self.scheme.tile.get(self.scheme.pack_axis, self.scheme.tile.get(...))
-        return min(tile or self.length, self.length)
+        return min(self.scheme.tiles(2)[1] or self.length, self.length)
 
     @property
     def tiles_in_row(self) -> int:
@@ -106,8 +128,8 @@ class TileProblem:
 
     @property
     def padded_tile(self) -> int:
-        """The tile size rounded up to a power of two."""
-        return 1 << (self.tile - 1).bit_length()
+        """The tile size rounded up to a power of two, and to whole bytes of codes."""
+        return max(CODES_IN_BYTES[self.scheme.format.bits], 1 << (self.tile - 1).bit_length())
 
     @property
     def tiles_in_program(self) -> int:
@@ -129,6 +151,8 @@ class TileProblem:
         scheme, calibration = self.scheme, self.scheme.calibration
         if reason := self.unsupported_layout():
             return reason
+        if self.rows > 1 and scheme.tiles(2)[0] is None:
+            return "rows share a scale; the kernel computes one for each row"
         is_matched = isinstance(calibration, MSE) or isinstance(calibration, MX) == isinstance(scheme.scale, E8M0)
         if isinstance(calibration, SNR):
             is_matched = not isinstance(scheme.scale, AbstractFormat)
@@ -141,17 +165,17 @@ class TileProblem:
         return None
 
     def unsupported_layout(self) -> str | None:
-        """Why the kernels do not support these codes and scales; None when they do."""
+        """Why the kernels do not support these codes, with scales of each row or of all; None when they do."""
         scheme, fmt = self.scheme, self.scheme.format
-        whole_codes = {4: 2, 6: 4, 8: 1}.get(fmt.bits)
+        whole_codes = CODES_IN_BYTES.get(fmt.bits)
         is_ordered = isinstance(fmt, Codebook) and list(fmt.table) == sorted(fmt.table) and len(fmt.table) == 16
         is_signed_float = isinstance(fmt, Minifloat) and fmt.signed and fmt.specials != "fnuz"
         if not (is_signed_float or (isinstance(fmt, Integer) and fmt.signed) or is_ordered) or 0.0 not in fmt.values():
             return f"the numbers of {fmt.name}"
         if whole_codes is None or (self.tile % whole_codes and self.tiles_in_row > 1):
             return f"codes of {fmt.bits} bits in tiles of {self.tile}"
-        if any(length != 1 for axis, length in scheme.tile.items() if axis != scheme.pack_axis):
-            return f"tiles on several axes, {scheme.tile}"
+        if (tile := scheme.tiles(2)[0]) not in (1, None):
+            return f"tiles on several axes: {tile} rows share a scale"
         if self.padded_tile > LARGEST_TILE:
             return f"tiles of {self.tile}; up to {LARGEST_TILE} fit in registers"
         scale = scheme.scale
