@@ -125,7 +125,7 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend
 def _dequantize(leaves: Sequence[torch.Tensor], form: str, dtype: torch.dtype, backend: str) -> torch.Tensor:
     """Dequantizes the leaves of a form."""
     q, kernels = form_of(form).qtensor(leaves), dtype if dtype in handover.FLOATS else torch.float32
-    if _chosen(q.device, q.scheme, tuple(q.shape), backend or None, "decode")[0] == "triton":
+    if _chosen(q.device, triton.scheme_for_kernels(q), tuple(q.shape), backend or None, "decode")[0] == "triton":
         return triton.dequantized(q, kernels).to(dtype)
     return handover.call(_compiled(form, str(kernels).removeprefix("torch.")), leaves).to(dtype)
 
@@ -148,10 +148,10 @@ def _compiled(form: str, dtype: str) -> Callable[..., jax.Array]:
     return fn
 
 
-def decoded_leaves(form: Form, device: torch.device) -> tuple[str | None, str | None]:
-    """The backend that dequantizes a form and None, or None and the reasons against all."""
+def decoded_leaves(q: QTensor) -> tuple[str | None, str | None]:
+    """The backend that dequantizes a QTensor and None, or None and the reasons against all."""
     try:
-        return _chosen(device, form.scheme, form.shape, None, "decode")[0], None
+        return _chosen(q.device, triton.scheme_for_kernels(q), tuple(q.shape), None, "decode")[0], None
     except UnsupportedError as error:
         return None, "; ".join(f"{name}: {reason}" for name, reason in error.reasons.items())
 
