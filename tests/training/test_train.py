@@ -375,6 +375,15 @@ def test_errors_of_gradients_name_the_parameter():
         jax.grad(lambda w: fn(w, X[:3]))(PARAMS)
 
 
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_errors_of_gradients_name_the_parameter_of_their_own_model(name):
+    policy = fb.Policy("int8", drhs=fb.Arm("int4", operand="int4", hadamard=16))
+    fn = fb.train(lambda w, x: jnp.sum(x @ w[name]), fb.Recipe((fb.Rule(name, policy),)))
+    for key, message in ((jax.random.key(0), "hadamard=16 must divide"), (None, "the gradient is rounded or rotated")):
+        with pytest.raises(fb.QuantError, match=f"^{name}: {message}"):
+            jax.grad(lambda w: fn(w, X[:3], key=key))({name: PARAMS["in"]})  # noqa: B023
+
+
 def test_layers_of_equal_shapes_share_compiled_functions():
     """Their latents differ in the label only."""
     block, traces = jax.jit(lambda w, x: (traces.append(1), x @ w)[1]), []

@@ -97,13 +97,14 @@ def train(
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
         if sparsity is not None or found.sparsities:
             params = masked(params, sparsity, found.sparsities)
+        labelled = (*found.policies, *found.product_policies)
         chosen, product_key = [], None
         if found.product_policies and key is not None:
             product_key = jax.random.fold_in(key, 1)
         for name, policy in found.product_policies.items():
-            latent = Latent(None, product_key, policy, product_scales.get(name), label=Label(name))
+            latent = Latent(None, product_key, policy, product_scales.get(name), label=Label(name, labelled))
             chosen.append((*found.chosen_products[name], latent))
-        latents = _latents(params, found, key, scales, exchanged)
+        latents = _latents(params, found, key, scales, exchanged, labelled)
         result: R = evaluate(interpreter, traced, array_leaves(((latents, *args), kwargs)), chosen)
         return result
 
@@ -117,8 +118,9 @@ def _latents(
     key: Key[Array, ""] | None,
     scales: Mapping[str, StepScales],
     reduction: Scheme | None,
+    labelled: tuple[str, ...],
 ) -> PyTree:
-    """The tree with a Latent for each parameter that has a policy."""
+    """The tree with a Latent for each parameter that has a policy. `labelled` are the names of all Latents."""
     policies, keys = found.policies, {}
     random = [path for path, policy in policies.items() if policy.needs_key]
     if random and key is not None:
@@ -126,6 +128,6 @@ def _latents(
     leaves, latents = parameter_paths(params), {}
     for path, policy in policies.items():
         served = found.parameters[path].served
-        value, label = jnp.asarray(leaves[path]), Label(path)
+        value, label = jnp.asarray(leaves[path]), Label(path, labelled)
         latents[path] = Latent(value, keys.get(path), policy, scales.get(path), None, served, label, reduction)
     return with_leaves(params, latents)

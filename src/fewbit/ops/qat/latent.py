@@ -29,15 +29,24 @@ PARAMETER_RULES: dict[str, Any] = {}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Label:
-    """A parameter's path, for messages. All labels are equal, so that layers of equal shapes share compiled functions."""
+    """A parameter's path, for messages.
+
+    All labels of one model are equal, so that its layers of equal shapes share compiled functions. An error of a gradient names
+    the first of them.
+
+    Attributes:
+        path: the path; or the name of a product without a parameter.
+        model: the paths and names of all labels of the model.
+    """
 
     path: str = ""
+    model: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Label)
+        return isinstance(other, Label) and self.model == other.model
 
     def __hash__(self) -> int:
-        return 0
+        return hash(self.model)
 
     def __str__(self) -> str:
         return self.path
@@ -135,6 +144,7 @@ class Latent(ArrayProxy):
             PartitionSpec(others or None, *along),
             spec,
             self.served,
+            label=self.label,
             reduction=self.reduction,
         )
         return dataclasses.replace(self, key=key, scales=scales, prequantized=cut_latent(self, spec, mesh)), specs
