@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...formats.format import AbstractFormat, exponent_of, looked_up, power_of_two, quotient
+from ...formats.format import AbstractFormat, looked_up, quotient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +91,7 @@ class ScaleStore:
         """
         if not self.is_power_of_two:
             return scale
-        ideal = scale if self.unit is None else quotient(scale, self.unit)
-        mantissa = jax.lax.bitcast_convert_type(ideal, jnp.int32) & 0x7FFFFF
-        power = power_of_two(jnp.clip(exponent_of(ideal) + (mantissa > 0).astype(jnp.int32), -126, 127))
-        if self.unit is not None:
-            power = power * self.unit
-        return jnp.where(jnp.isfinite(scale) & (scale > 0), power, scale)
+        return jnp.where(jnp.isfinite(scale) & (scale > 0), self.loaded(self.stored_up(scale)), scale)
 
     @property
     def is_power_of_two(self) -> bool:
