@@ -1,5 +1,6 @@
 """A directory of another program: written exactly or refused, read back, verified."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -35,6 +36,25 @@ def write(path, container=None, weights=(UP, DOWN), **options):
 @pytest.fixture(autouse=True)
 def _known(monkeypatch):
     monkeypatch.setattr(reader, "CONTAINERS", (Simple(),))
+
+
+def test_a_weight_is_decoded_again_with_its_own_metadata_only(tmp_path, monkeypatch):
+    """Else the time would be quadratic in the number of weights, where metadata has an entry for each (torchao)."""
+    files, decoded, found = Simple.files, Simple.decoded, []
+
+    def described(self, weights, kept, config):
+        added = files(self, weights, kept, config)
+        return dataclasses.replace(added, metadata={weight.name: "int8" for weight in weights})
+
+    def recorded(self, config, tensors, where):
+        found.append(list(tensors.metadata))
+        return decoded(self, config, tensors, where)
+
+    monkeypatch.setattr(Simple, "files", described)
+    monkeypatch.setattr(Simple, "decoded", recorded)
+    write(tmp_path / "m")
+    names = [UP.name, DOWN.name]
+    assert found[:2] == [[name] for name in names] and sorted(found[-1]) == sorted(names)
 
 
 def test_weights_come_back_and_others_find_the_files_they_expect(tmp_path):

@@ -127,7 +127,9 @@ class ContainerWriter(AbstractWriter):
             raise QuantError(f"tensor {name!r} is {q!r}, which was not announced")
         arrays = self._container.encoded(weight, q)
         info = {name: TensorInfo(a.shape, a.dtype.name, a.dtype.name, a.nbytes) for name, a in arrays.items()}
-        stored = Tensors(info, arrays.__getitem__, self._added.metadata)
+        # The metadata of this weight alone: to read that of all again for each would take time quadratic in their number.
+        metadata = self._container.files([weight], (), self._config).metadata
+        stored = Tensors(info, arrays.__getitem__, metadata)
         again = self._container.decoded(self._config, stored, str(self.path))[weight.name]
         if not np.array_equal(_values(again, q.dtype), _values(q, q.dtype), equal_nan=True):
             raise QuantError(
