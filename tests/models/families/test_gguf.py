@@ -70,6 +70,17 @@ def test_scaled_rotary_embedding():
     assert (factors.short, factors.long, factors.gain) == ((1.0, 8.0), (1.0, 8.0), 1.0)
 
 
+def test_factors_of_the_file_and_a_linear_factor_are_multiplied_as_in_llama_cpp():
+    tensors = {"rope_freqs.weight": np.array([1, 8], np.float32)}
+    fields = {**GGUF_FIELDS, "llama.rope.scaling.factor": 4.0}
+    assert config_from_gguf(fields, tensors).rope_scaling.short == (4.0, 32.0)
+    assert config_from_gguf({**fields, "llama.rope.scaling.type": "none"}, tensors).rope_scaling.short == (1.0, 8.0)
+    both = {f"rope_factors_{name}.weight": np.array(by, np.float32) for name, by in (("short", [1, 2]), ("long", [3, 4]))}
+    assert config_from_gguf(fields, both).rope_scaling.long == (12.0, 16.0)
+    with pytest.raises(UnsupportedError, match=r"with rope_freqs\.weight has llama\.rope\.scaling\.type = 'yarn'"):
+        config_from_gguf({**fields, "llama.rope.scaling.type": "yarn"}, tensors)
+
+
 @pytest.mark.parametrize("key", ["scale_linear", "scaling.factor"])
 def test_a_factor_without_a_type_is_linear(key: str):
     assert config_from_gguf({**GGUF_FIELDS, f"llama.rope.{key}": 4.0}, []).rope_scaling == Linear(4.0)

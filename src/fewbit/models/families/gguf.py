@@ -218,16 +218,23 @@ def _schema(architecture: str) -> Any:
 
 
 def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | None:
-    """The scaling of rotary frequencies. A factor without a type is linear, as in llama.cpp."""
+    """The scaling of rotary frequencies. A factor without a type is linear, as in llama.cpp.
+
+    Factors that are a tensor divide the frequencies, and a linear factor divides them again.
+    """
     original = found.original_context or found.context
-    if "rope_freqs.weight" in names:
-        factors = _factors(names, "rope_freqs.weight")
-        return LongRope(factors, factors, found.context, 1.0)
-    if "rope_factors_long.weight" in names:
-        short, long = (_factors(names, f"rope_factors_{length}.weight") for length in ("short", "long"))
-        return LongRope(short, long, original, found.attention_factor or 1.0)
     key, factor = f"{architecture}.rope.scaling.type", found.scaling_factor or found.old_scaling_factor
     kind = found.scaling or ("none" if factor is None else "linear")
+    stored = [name for name in ("rope_freqs.weight", "rope_factors_long.weight") if name in names]
+    again = 1.0 if factor is None or kind == "none" else factor
+    if stored:
+        refuse_unless(kind, ("none", "linear", "longrope"), key, f"{_WHERE} with {stored[0]}")
+    if "rope_freqs.weight" in names:
+        factors = _factors(names, "rope_freqs.weight", again)
+        return LongRope(factors, factors, found.context, 1.0)
+    if "rope_factors_long.weight" in names:
+        short, long = (_factors(names, f"rope_factors_{length}.weight", again) for length in ("short", "long"))
+        return LongRope(short, long, original, found.attention_factor or 1.0)
     refuse_unless(kind, ("none", "linear", "yarn"), key, _WHERE)
     if kind == "none":
         return None
@@ -245,14 +252,14 @@ def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | N
     return Yarn(factor, original, found.beta_fast, found.beta_slow, truncate, gain)
 
 
-def _factors(names: Tensors, name: str) -> tuple[float, ...]:
-    """The factors of rotary frequencies that a file has as a tensor."""
+def _factors(names: Tensors, name: str, again: float) -> tuple[float, ...]:
+    """The factors of rotary frequencies that a file has as a tensor, times `again`."""
     if not isinstance(names, Mapping) or names[name] is None:
         raise UnsupportedError(f"the GGUF file has {name}: pass its tensors, since these factors scale rotary embedding")
     value = names[name]
     if isinstance(value, QArray):
         value = dequantize(value)
-    return tuple(float(x) for x in np.asarray(value, np.float64))
+    return tuple(again * float(x) for x in np.asarray(value, np.float64))
 
 
 def _experts(architecture: str, found: _Gguf, names: Tensors) -> Experts | None:
