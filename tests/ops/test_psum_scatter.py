@@ -74,6 +74,46 @@ def test_the_result_has_the_dtype_of_the_array():
     np.testing.assert_array_equal(result, jnp.full((DEVICES, 32), 260.0, jnp.bfloat16))  # 259 rounds to 260
 
 
+def test_scalar_chunks():
+    x = jnp.arange(4.0 * DEVICES).reshape(DEVICES, 4) - 6  # one tile each, so int8_narrow rounds none
+    np.testing.assert_allclose(scattered(x, scheme="int8_narrow"), x.sum(0), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["shard_map", "vmap"])
+@pytest.mark.parametrize("options", [{"tiled": True}, {"tiled": True, "scatter_dimension": 1}, {"tiled": False}], ids=str)
+def test_the_derivatives_are_those_of_the_unquantized_sum(axis: str, options: dict[str, Any]):
+    x = every()[:, : DEVICES * 2 if options["tiled"] else DEVICES]
+    tangent, weights = jax.random.normal(jax.random.key(2), (2, *x.shape))
+
+    def over_devices(scatter: Any) -> Any:
+        if axis == "vmap":
+            return jax.vmap(lambda x: scatter(x, "d", **options), axis_name="d")
+        return jax.shard_map(lambda x: scatter(x[0], "d", **options)[None], mesh=mesh(), in_specs=P("d"), out_specs=P("d"))
+
+    def derivatives(scatter: Any) -> Any:
+        add = over_devices(scatter)
+
+        def weighted(x: jax.Array) -> jax.Array:
+            y = add(x)
+            return jnp.sum(y * weights.ravel()[: y.size].reshape(y.shape))
+
+        return jax.jit(lambda x: (jax.grad(weighted)(x), jax.jvp(add, (x,), (tangent,))[1]))(x)
+
+    found = derivatives(functools.partial(psum_scatter, scheme="int8"))
+    jax.tree.map(np.testing.assert_array_equal, found, derivatives(jax.lax.psum_scatter))
+
+
+def test_the_gradient_with_a_key_and_a_replicated_array():
+    """Each device has the same array, whose gradient is the sum over the devices; rounding at random changes nothing."""
+    x = every()[0].astype(jnp.bfloat16)
+    add = jax.shard_map(
+        lambda x, key: psum_scatter(x, "d", scheme="int8", tiled=True, key=key), mesh=mesh(), in_specs=P(), out_specs=P("d")
+    )
+    gradient = jax.jit(jax.grad(lambda x, key: jnp.sum(add(x, key).astype(jnp.float32))))(x, jax.random.key(1))
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradient, jnp.full(x.shape, DEVICES, jnp.bfloat16))
+
+
 def test_stochastic_rounding_is_unbiased():
     x = jnp.zeros((DEVICES, DEVICES, 4096)).at[..., 0].set(127.0).at[..., 1:].set(0.25)  # a step of 1
     keys = jax.random.split(jax.random.key(1), DEVICES)

@@ -32,12 +32,13 @@ def psum_scatter(
 ) -> Float[Array, "..."]:
     """`jax.lax.psum_scatter` in few bits. Device `d` gets `sum_s Q(x_s[d])`, for the chunks `x_s[d]` of the devices `s`.
 
-    Within `jax.shard_map`. The devices add in the order of their indices, so every run gives the same bytes.
+    Within `jax.shard_map`. The devices add in the order of their indices, so every run gives the same bytes. The gradient
+    takes rounding for the identity: it is that of `jax.lax.psum_scatter`, an all-gather of the cotangent in the dtype of `x`.
 
     Args:
         x: this device's array; `scatter_dimension` divides into one chunk for each device.
         axis_name: the mesh axis, or a tuple of several.
-        scheme: how chunks are quantized, their tiles along the last axis.
+        scheme: how chunks are quantized, their tiles along the last axis. A scalar chunk is a tile of its own.
         scatter_dimension: the axis that is cut into chunks.
         tiled: as in `jax.lax.psum_scatter`: True keeps the axis; False needs one element for each device, and removes it.
         key: a JAX random key, one for each device, for stochastic rounding; None rounds to nearest.
@@ -61,16 +62,28 @@ def psum_scatter(
     length = x.shape[scatter_dimension]
     if length % count or not (tiled or length == count):
         raise QuantError(f"axis {scatter_dimension} of {x.shape} does not divide into chunks for {count} devices")
-    chunks = jnp.moveaxis(x.astype(jnp.float32), scatter_dimension, 0)
-    if tiled:
-        chunks = chunks.reshape(count, length // count, *chunks.shape[1:])
-        chunks = jnp.moveaxis(chunks, 1, scatter_dimension + 1)
-    # [count, *chunk]: the leaves of every chunk have the devices first
-    encode = functools.partial(quantize, scheme=chosen)
-    if key is None:
-        sent = jax.vmap(encode)(chunks)
-    else:
-        sent = jax.vmap(lambda chunk, key: encode(chunk, key=key))(chunks, jax.random.split(key, count))
-    received = jax.tree.map(lambda leaf: jax.lax.all_to_all(leaf, axis_name, 0, 0, tiled=True), sent)
-    parts = jax.vmap(functools.partial(dequantize, dtype=jnp.float32))(received)
-    return functools.reduce(jnp.add, [parts[i] for i in range(count)]).astype(x.dtype)
+
+    @jax.custom_jvp
+    def added(x: Array, key: Array | None) -> Array:
+        chunks = jnp.moveaxis(x.astype(jnp.float32), scatter_dimension, 0)
+        if tiled:
+            chunks = chunks.reshape(count, length // count, *chunks.shape[1:])
+            chunks = jnp.moveaxis(chunks, 1, scatter_dimension + 1)
+        # [count, *chunk]: the leaves of every chunk have the devices first
+        shape = chunks.shape[1:]
+        encode = functools.partial(quantize, scheme=chosen)
+        chunks = chunks.reshape(count, *(shape or (1,)))
+        if key is None:
+            sent = jax.vmap(encode)(chunks)
+        else:
+            sent = jax.vmap(lambda chunk, key: encode(chunk, key=key))(chunks, jax.random.split(key, count))
+        received = jax.tree.map(lambda leaf: jax.lax.all_to_all(leaf, axis_name, 0, 0, tiled=True), sent)
+        parts = jax.vmap(functools.partial(dequantize, dtype=jnp.float32))(received)
+        return functools.reduce(jnp.add, [parts[i] for i in range(count)]).reshape(shape).astype(x.dtype)
+
+    @added.defjvp
+    def straight_through(primals: tuple[Array, Array | None], tangents: tuple[Array, object]) -> tuple[Array, Array]:
+        tangent = jax.lax.psum_scatter(tangents[0], axis_name, scatter_dimension=scatter_dimension, tiled=tiled)
+        return added(*primals), tangent
+
+    return added(x, key)
