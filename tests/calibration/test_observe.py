@@ -425,3 +425,9 @@ def test_what_cannot_be_observed_is_refused():
 def test_a_misspelt_statistic_is_refused_with_the_name_meant(unchecked):
     with pytest.raises(fb.QuantError, match="collect has 'hesian'; did you mean 'hessian'"):
         fb.observe(net, PARAMS, BATCHES, RECIPE, collect=("hesian",))  # type: ignore[arg-type]
+
+
+def test_a_batch_without_tokens_changes_no_amax():
+    batches = [jnp.zeros((0, 4)), jnp.array([[1.0, -3.0, 0.0, 2.0]])]
+    stats = fb.observe(lambda p, x: x @ p["w"], {"w": jnp.ones((4, 2))}, batches, "int8", collect=("absmax",))
+    assert stats["w"].absmax.tolist() == [1.0, 3.0, 0.0, 2.0] and stats["w"].count == 1

@@ -143,6 +143,12 @@ def test_any_function():
     )
 
 
+@pytest.mark.parametrize("name", ["int4_g32", "nvfp4"])
+def test_a_weight_without_rows(name):
+    q = AWQ().quantized(jnp.zeros((0, K)), fb.scheme(name), (-1,), Observation(hessian=jnp.eye(K), count=jnp.float32(1)))
+    assert q.shape == (0, K) and jax.tree.structure(q) == jax.tree.structure(fb.quantize(jnp.zeros((0, K)), name))
+
+
 def test_what_is_refused():
     with pytest.raises(fb.QuantError, match=r"grid is 0, must be 1 or more"):
         AWQScaling(grid=0)

@@ -9,6 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.array.qarray import QArray
+from fewbit.calibration import Observation
 from fewbit.methods import GPTQ
 from fewbit.methods.gptq import column_order, factored, quantize_columns
 from tests.each_scheme import each_scheme
@@ -199,6 +200,13 @@ def test_a_power_of_two_of_the_hessian_changes_nothing():
     codes = [gptq(w, fb.scheme("nvfp4"), h * factor).codes for factor in (1.0, 2.0**40, 2.0**-40)]
     np.testing.assert_array_equal(codes[0], codes[1])
     np.testing.assert_array_equal(codes[0], codes[2])
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "nvfp4"])
+def test_a_weight_without_rows(name):
+    seen = Observation(hessian=jnp.eye(K), count=jnp.float32(1))
+    q = GPTQ().quantized(jnp.zeros((0, K)), fb.scheme(name), (-1,), seen)
+    assert q.shape == (0, K) and jax.tree.structure(q) == jax.tree.structure(fb.quantize(jnp.zeros((0, K)), name))
 
 
 def test_what_it_refuses():

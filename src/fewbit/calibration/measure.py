@@ -172,9 +172,9 @@ def cross_moments(inputs: jax.Array | None, quantized: jax.Array | None) -> jax.
 
 
 def _amax(vectors: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
-    """The largest magnitude of each channel; 0 for a group without vectors."""
+    """The largest magnitude of each channel; 0 without vectors."""
     if group_sizes is None:
-        return jnp.max(jnp.abs(vectors), axis=-2)
+        return jnp.max(jnp.abs(vectors), axis=-2, initial=0.0)
     largest = jax.ops.segment_max(jnp.abs(vectors), _group_of_each(vectors, group_sizes), len(group_sizes))
     return jnp.maximum(largest, 0)
 

@@ -135,6 +135,8 @@ class AWQ(AbstractMethod):
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
         if observation is None or observation.hessian is None:
             raise QuantError('awq needs the second moments of the inputs; fb.observe with collect=("hessian",)')
+        if x.size == 0:  # no tile has an error to lower
+            return quantize(x, scheme, axis=axis)
         ratios = tuple(1 - i / self.grid for i in range(max(round(self.shrink * self.grid), 1)))
         return quantize_clipped(x, scheme, observation.hessian, axis=axis, batch=observation.batch, ratios=ratios)
 

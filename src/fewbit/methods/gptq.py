@@ -65,6 +65,8 @@ class GPTQ(AbstractMethod):
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
         if observation is None or observation.hessian is None:
             raise QuantError('gptq needs the second moments of the inputs; fb.observe with collect=("hessian",)')
+        if x.size == 0:  # no tile has an error to lower
+            return quantize(x, scheme, axis=axis)
         return quantize_columns(
             x,
             scheme,
@@ -252,13 +254,14 @@ class _Columns:
         """Rounds the columns of one tile. `w` has the corrections of all columns before it."""
         G, size, N = w.shape
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
+        original, fmt = part(self.w), self.view.scheme.format
         if self.fixed is not None:
             scale, offset = jax.tree.map(part, self.fixed)
         else:
             correction = lax.linalg.triangular_solve(
-                upper, w - part(self.w), left_side=True, transpose_a=True, unit_diagonal=True
+                upper, w - original, left_side=True, transpose_a=True, unit_diagonal=True
             )
-            q = self.tile_scales(part(self.w) + correction, part(self.diagonal))
+            q = self.tile_scales(original + correction, part(self.diagonal))
             scale, offset = (
                 None if leaf is None else jnp.broadcast_to(leaf, (G * N, 1)).reshape(G, 1, N).repeat(size, axis=1)
                 for leaf in (expanded_scale(q), expanded_offset(q))
@@ -271,7 +274,6 @@ class _Columns:
                 (q.scale, q.zero_point),
             )
             found = dataclasses.replace(found, scale=stored[0], zero_point=stored[1])
-        original, fmt = part(self.w), self.view.scheme.format
 
         def column(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             codes, errors = state
