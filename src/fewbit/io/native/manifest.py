@@ -60,9 +60,8 @@ class Manifest:
         form: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
-            "facts": parsed_object(
-                dumped(dict(self.facts), "facts"), "facts"
-            ),  # as they are read: JSON has no keys but texts
+            # As they are read: JSON has no keys but texts.
+            "facts": parsed_object(dumped(dict(self.facts), "facts"), "facts"),
             "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
             "tensors": {
                 name: {**dataclasses.asdict(entry), "shape": list(entry.shape)} for name, entry in self.tensors.items()

@@ -158,8 +158,10 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
     names = {entry.name for entry in header.entries}
     table, derived = None, dict[str, Stored]()
     if model.config is not None:
-        table, read = gguf_table_of(model.metadata), read_gguf(model.path).tensors
-        derived = {name: stored(read[name], f"tensor {name!r}", ternary) for name in read if table.is_derived(name)}
+        table = gguf_table_of(model.metadata)
+        if derived_names := [entry.name for entry in header.entries if table.is_derived(entry.name)]:
+            read = read_gguf(model.path).tensors
+            derived = {name: stored(read[name], f"tensor {name!r}", ternary) for name in derived_names}
 
     def name(path: str) -> str:
         return path if path in names or table is None else table.name(path)

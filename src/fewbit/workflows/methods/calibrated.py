@@ -85,9 +85,9 @@ def calibrated_scales(
     measure, found = Measure(AbsMaxRange(), scaling.collect), {}  # type: ignore[arg-type]
     layers = range(model.runnable_config().layers)
     for index in layers:
-        values = _finished(parts, f"scales-{index}")
-        found |= values or {}
-        if values is None and parts is not None and any(path.startswith(f"layers/{index}/") for path in readers):
+        done = _finished(parts, f"scales-{index}")
+        found |= done or {}
+        if done is None and parts is not None and any(path.startswith(f"layers/{index}/") for path in readers):
             for later in layers[index:]:  # a residual stream after this layer would let the run begin after it
                 parts.remove(f"float-stream-{later + 1}")
     for layer in float_layers(model, data.windows, progress, parts):
