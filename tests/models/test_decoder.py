@@ -12,7 +12,7 @@ import pytest
 import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.kvcache import KVPolicy, kv_policy
-from fewbit.models import DecoderConfig, decode_step, empty_cache, forward, prefill, stack_experts, stack_layers
+from fewbit.models import DecoderConfig, Experts, decode_step, empty_cache, forward, prefill, stack_experts, stack_layers
 from fewbit.models.rope_scaling import Dynamic
 from tests.nets.random_decoder import (
     CONFIGS,
@@ -190,8 +190,31 @@ def test_float16_weights_compute_in_float32():
 
 def test_a_token_that_is_not_in_the_vocabulary_gives_nan():
     params = random_params(SMALL)
-    logits = run(params, jnp.array([[1, 2, SMALL.vocab]], jnp.int32), SMALL)
-    assert np.isnan(logits[:, 2]).all() and np.isfinite(logits[:, :2]).all()
+    for leaves in (params, quantized(params, "int8")):
+        for token in (SMALL.vocab, -1):
+            logits = fb.transparent(run)(leaves, jnp.array([[1, 2, token]], jnp.int32), SMALL)
+            assert np.isnan(logits[:, 2]).all() and np.isfinite(logits[:, :2]).all()
+
+
+def test_a_cache_of_another_dtype_is_refused():
+    with pytest.raises(QuantError, match="the cache is float32 and dtype is bfloat16"):
+        prefill(
+            random_params(SMALL),
+            random_tokens(SMALL, 1, 3),
+            empty_cache(SMALL, batch=1, max_length=4),
+            SMALL,
+            dtype="bfloat16",
+        )
+
+
+def test_a_separate_expert_that_no_token_chooses_adds_nothing_even_where_it_overflows():
+    config = dataclasses.replace(SMALL, layers=1, experts=Experts(4, 1, 24))
+    params, tokens = random_params(config), random_tokens(config, 1, 5)
+    mlp = params["layers"][0]["mlp"]
+    mlp["router"] = mlp["router"].at[2].set(0.0)  # its score is 0, and one of three others is above
+    clean = run(params, tokens, config)
+    mlp["experts"][2] = {**mlp["experts"][2], "down": jnp.full_like(mlp["experts"][2]["down"], jnp.inf)}
+    assert np.array_equal(run(params, tokens, config), clean)
 
 
 def test_segments_are_runs_of_alike_layers():

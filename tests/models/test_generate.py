@@ -80,6 +80,9 @@ def test_samples_follow_the_key():
 
 @pytest.mark.slow
 def test_every_step_draws_anew():
+    greedy = generate(PARAMS, PROMPT, SMALL, max_new_tokens=3)
+    nearly = generate(PARAMS, PROMPT, SMALL, max_new_tokens=3, key=jax.random.key(0), temperature=1e-39)
+    assert nearly.rows() == greedy.rows()
     # At this temperature all tokens are alike, so the draws alone decide; the same draw would give the same token each step.
     result = generate(PARAMS, PROMPT, SMALL, max_new_tokens=12, key=jax.random.key(0), temperature=1e6)
     assert all(len(set(row)) > 6 for row in result.rows())

@@ -31,7 +31,7 @@ from ..kernels.quantize.dispatch import quantize
 from ..kvcache.cache import QuantizedCache
 from ..kvcache.policy import KVPolicy
 from ..ops.hadamard import hadamard_transform
-from .cache import AnyCache
+from .cache import AnyCache, Cache
 from .config import DecoderConfig
 from .experts import mixture
 from .latent import absorbed_heads, absorbed_values, expanded_heads
@@ -52,7 +52,7 @@ def forward(
     Args:
         params: the pytree above; `layers` may be the list, which is unrolled, or the result of `stack_layers`, which is
             scanned.
-        tokens: token ids from 0 to V - 1; another id makes all logits of its row NaN.
+        tokens: token ids from 0 to V - 1; another id makes the logits at and after it NaN.
         config: the configuration of the parameters.
         dtype: the dtype of matmul operands; matmuls accumulate in float32, norms and softmax are always float32.
         kv: if given, keys and values are quantized as in a KV cache of this policy, to measure its loss.
@@ -98,12 +98,16 @@ def prefill(
         Float32 logits, and the cache with the tokens.
 
     Raises:
-        QuantError: when there are more tokens than the max length of the cache.
+        QuantError: when there are more tokens than the max length of the cache, or it has another dtype.
     """
     if cache.max_length < tokens.shape[1]:
         raise QuantError(
             f"tokens has {tokens.shape[1]} positions, more than the max length of the cache, {cache.max_length}; "
             "pass a larger max_length to empty_cache"
+        )
+    if isinstance(cache, Cache) and cache.keys.dtype != dtype:
+        raise QuantError(
+            f"the cache is {cache.keys.dtype} and dtype is {jnp.dtype(dtype)}; pass the same dtype to empty_cache"
         )
     T = tokens.shape[1]
     fits = cache.length + T <= cache.max_length
@@ -198,7 +202,9 @@ def embedded(params: Params, tokens: Int[Array, "B T"], config: DecoderConfig, *
         config: the configuration.
         dtype: as for `forward`.
     """
-    return scaled(jnp.take(params["embed"], tokens, axis=0).astype(dtype), config.embed_scale)
+    table = params["embed"]
+    tokens = jnp.where(tokens < 0, table.shape[0], tokens)  # a negative one would count from the end
+    return scaled(jnp.take(table, tokens, axis=0).astype(dtype), config.embed_scale)
 
 
 def layer_output(

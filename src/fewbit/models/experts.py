@@ -24,8 +24,10 @@ def mixture(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig, expert
     if isinstance(mlp["experts"], list):
         total = jnp.zeros(y.shape, jnp.float32)
         for index, expert in enumerate(mlp["experts"]):
-            weight = jnp.sum(jnp.where(chosen == index, weights, 0.0), axis=-1, keepdims=True)
-            total = total + weight * feed_forward(y, expert, config).astype(jnp.float32)
+            is_chosen = chosen == index
+            weight = jnp.sum(jnp.where(is_chosen, weights, 0.0), axis=-1, keepdims=True)
+            out = weight * feed_forward(y, expert, config).astype(jnp.float32)
+            total = total + jnp.where(jnp.any(is_chosen, axis=-1, keepdims=True), out, 0.0)  # others may be infinite
     else:
         total = _ragged(y, weights, chosen, mlp["experts"], config, experts)
     if "shared" in mlp:

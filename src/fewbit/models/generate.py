@@ -182,7 +182,8 @@ class TokenGenerator:
             token = _likeliest(logits)
         else:
             step_key = jax.random.fold_in(key, state.step)
-            token = jax.random.categorical(step_key, logits / self.temperature, axis=-1).astype(jnp.int32)
+            below = logits - jnp.max(logits, axis=-1, keepdims=True)  # a small temperature makes them -inf, never +inf
+            token = jax.random.categorical(step_key, below / self.temperature, axis=-1).astype(jnp.int32)
         stop_ids = jnp.asarray(self.stop_ids, jnp.int32)
         has_stopped = state.has_stopped | jnp.any(token[:, None] == stop_ids[None, :], axis=-1)
         kept = jnp.where(has_stopped, jnp.zeros_like(token), token)

@@ -83,6 +83,14 @@ def test_the_older_and_the_newer_names_of_rotary_embedding_are_one(case: str):
     assert config_from_hf({**settings, "rope_scaling": older}) == config_from_hf({**settings, "rope_parameters": rope})
 
 
+def test_a_part_of_a_head_is_rotated_only_where_transformers_does_it():
+    settings = {**CASES["phi3"][1], "model_type": "phi3", "partial_rotary_factor": 0.5}
+    config = config_from_hf(settings)
+    assert config.rotary_dim == config.head_dim // 2
+    with pytest.raises(UnsupportedError, match=r"partial_rotary_factor = 0\.5; supported is 1"):
+        config_from_hf({**CASES["llama"][1], "model_type": "llama", "partial_rotary_factor": 0.5})
+
+
 def test_gemma_3_has_a_base_for_each_kind_of_layer():
     config = config_from_hf({**CASES["gemma3_text"][1], "model_type": "gemma3_text"})
     assert (config.rope_theta, config.window_rope_theta, config.window_layers) == (5000.0, 100.0, (0, 1))

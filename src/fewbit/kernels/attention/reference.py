@@ -120,7 +120,8 @@ def _mixed(
         may_be_odd = not np.isfinite(block.values.scheme.format.values()).all()
         is_nan = ~jnp.isfinite(scale[:, :, 0, 0, :, None])  # [B, J, S, 1]
         odd.append(jnp.where(is_nan, jnp.nan, 0.0))
-        scale = jnp.where(_counts(scale, block), scale, 0.0)
+        is_read = _counts(scale, block) & _is_seen(block, S)[None, None, None]  # [B, J, 1, T, S]
+        scale = jnp.where(is_read, scale, 0.0)
         if are_integers:
             values = _int8(block.values)
         else:
@@ -138,7 +139,7 @@ def _mixed(
     else:
         mixed = _product(weights.astype(dtype), values, 2)
     if unit is not None:
-        mixed = mixed * unit[:, :, 0]
+        mixed = mixed * jnp.broadcast_to(unit, (*unit.shape[:2], G, T, 1)).reshape(*unit.shape[:2], G * T, 1)
     if T > 1:
         for numbers in odd:
             mixed = _with_odd_values(mixed, numbers, block, G)

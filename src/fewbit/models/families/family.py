@@ -192,12 +192,13 @@ def refuse_unless(value: object, allowed: Sequence[object], key: str, where: str
         raise UnsupportedError(f"{where} has {key} = {value!r:.80}; supported is {wanted}")
 
 
-def decoder_config(found: Common, *, theta: float = 10_000.0, **settings: Any) -> DecoderConfig:
+def decoder_config(found: Common, *, theta: float = 10_000.0, rotates_part: bool = False, **settings: Any) -> DecoderConfig:
     """The configuration of the common fields; `settings` adds and replaces fields.
 
     Args:
         found: the fields of config.json.
         theta: the family's default of `rope_theta`.
+        rotates_part: as for `rope_fields`.
         settings: further fields of `DecoderConfig`.
     """
     if "activation" not in settings:
@@ -219,7 +220,8 @@ def decoder_config(found: Common, *, theta: float = 10_000.0, **settings: Any) -
         rope = found.rope_scaling or found.rope_parameters or {}
         plain = {"rope_theta": found.rope_theta or theta, "partial_rotary_factor": found.partial_rotary or 1.0}
         original = getattr(found, "original_context", None)
-        fields |= rope_fields(rope, plain, head_dim=head_dim, context=found.context, original_context=original)
+        lengths = {"context": found.context, "original_context": original}
+        fields |= rope_fields(rope, plain, head_dim=head_dim, rotates_part=rotates_part, **lengths)
     return DecoderConfig(**{**fields, **settings})
 
 

@@ -26,7 +26,7 @@ def _phi3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
         if rope and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
             kept = {key: value for key, value in rope.items() if key != "type"}
             setattr(found, name, {**kept, "rope_type": "longrope"})
-    return decoder_config(found, fused=True, window=found.window or 0)
+    return decoder_config(found, fused=True, rotates_part=True, window=found.window or 0)
 
 
 _NAMES = {"attn/q+k+v": "self_attn.qkv_proj.weight", "mlp/gate+up": "mlp.gate_up_proj.weight"}

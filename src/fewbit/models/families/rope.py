@@ -21,6 +21,7 @@ def rope_fields(
     head_dim: int,
     context: int,
     original_context: int | None = None,
+    rotates_part: bool = False,
 ) -> dict[str, Any]:
     """The fields of `DecoderConfig` for `rope_parameters`, or the older `rope_scaling`.
 
@@ -30,9 +31,10 @@ def rope_fields(
         head_dim: the width of a head.
         context: `max_position_embeddings`.
         original_context: `original_max_position_embeddings` outside of the object, which comes first.
+        rotates_part: whether the family obeys `partial_rotary_factor`; transformers ignores it in the others.
 
     Raises:
-        UnsupportedError: for an unknown scaling, or a parameter that its scaling does not have.
+        UnsupportedError: for an unknown scaling, or a parameter that its scaling or its family does not have.
         QuantError: for a missing parameter, or one of another type.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -48,6 +50,11 @@ def rope_fields(
     found = converted({**plain, **given}, schema, _WHERE)
     original = original_context or found.original_max_position_embeddings or context
     scaling, context = _scaling(found, context, original)
+    if found.partial_rotary_factor != 1 and not rotates_part:
+        raise UnsupportedError(
+            f"config.json has partial_rotary_factor = {found.partial_rotary_factor}; supported is 1, for transformers ignores it "
+            "in models of this family"
+        )
     rotary_dim = int(head_dim * found.partial_rotary_factor)
     if rotary_dim == head_dim:
         rotary_dim = 0

@@ -189,6 +189,26 @@ def test_what_a_token_does_not_see_does_not_reach_it(policy, backend):
             assert not np.isfinite(odd[:, :, sees]).any()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_large_value_that_a_token_does_not_see_changes_no_bit_of_float16(backend):
+    q, block = cache("int8", "prompt")
+    last = int(block.seen[-1]) - 1
+    larger = fb.dequantize(block.values).at[..., last, :].multiply(1e6)
+    later = dataclasses.replace(block, values=fb.quantize(larger, block.values.scheme))
+    clean, odd = (np.asarray(attention(q.astype(jnp.float16), [b], backend=backend)) for b in (block, later))
+    sees = np.asarray(block.seen) > last
+    np.testing.assert_array_equal(odd[:, :, ~sees], clean[:, :, ~sees])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sinks", [None, jnp.zeros(1)], ids=["", "sinks"])
+def test_scores_of_minus_infinity_before_finite_ones(backend, sinks):
+    keys = jnp.where(jnp.arange(70).reshape(1, 1, 70, 1) < 64, -1e20, 0.0) * jnp.ones((1, 1, 70, 4))
+    block = Block(keys, jnp.ones_like(keys), seen_positions(69, 1))
+    y = attention(jnp.full((1, 1, 1, 4), 1e20), [block], sinks=sinks, backend=backend)
+    np.testing.assert_allclose(y, 1.0 if sinks is None else 6 / 7, rtol=1e-6)
+
+
 @pytest.mark.finding(40)
 def test_an_infinite_value_is_itself_for_those_that_see_it():
     q, block = cache("float32", "odd")  # three tokens, which see 7, 8 and 9 positions

@@ -8,14 +8,15 @@ static void Weigh(float* score, int64_t first, int64_t seen, float* peak, float*
   V largest = Load(score);
   for (int64_t i = kLanes; i < kKeys; i += kLanes) largest = Max(Load(score + i), largest);
   const float highest = LargestOfLanes(largest), now = highest > *peak ? highest : *peak;
+  const float origin = now == -INFINITY ? 0.0f : now;  // while all scores are -inf, all weights are 0, and not -inf - -inf
   V total = Same(0.0f);
   for (int64_t i = 0; i < kKeys; i += kLanes) {
-    const V weight = Exponential(Sub(Load(score + i), Same(now)));
+    const V weight = Exponential(Sub(Load(score + i), Same(origin)));
     Store(score + i, weight);
     total = Add(total, weight);
   }
   float before[kLanes];
-  Store(before, Exponential(Same(*peak - now)));
+  Store(before, Exponential(Same(*peak - origin)));
   *sum = *sum * before[0] + SumOfLanes(total);
   if (now != *peak) {
     for (int64_t i = 0; i < ld; i += kLanes) Store(mixed + i, Mul(Load(mixed + i), Same(before[0])));
