@@ -2,7 +2,8 @@
 
 One operand is quantized, in any scheme, and the other is float32, bfloat16 or float16; or both have integer codes.
 Codes are decoded exactly, products summed in float32 (in a fixed order, independent of the number of threads), and the result
-is rounded once to its dtype. Two integer operands are summed exactly in int32 and scaled afterwards.
+is rounded once to its dtype. Scales of integers multiply sums of codes times `x`, which overflow where an `x` exceeds
+3e38 / (K * the largest code): 6e32 for int8 and K = 4096. Two integer operands are summed exactly in int32 and scaled afterwards.
 """
 
 import dataclasses
