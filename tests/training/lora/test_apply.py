@@ -360,6 +360,14 @@ def test_dropout_needs_a_key_and_drops_what_the_factors_see():
         )
 
 
+def test_a_key_of_either_kind_drops_the_same(unchecked):
+    fn, params, x = PIECES["plain"][0], {"w": jnp.zeros((64, 4))}, jnp.ones((1, 64))
+    adapters = {"w": Adapter(jnp.ones((64, 1)), jnp.ones((1, 4)), alpha=1.0, inputs=(-2,))}
+    dropping = fb.lora.apply(fn, dropout=0.5)
+    typed, raw = (dropping(params, adapters, x, dropout_key=of(0)) for of in (jax.random.key, jax.random.PRNGKey))
+    np.testing.assert_array_equal(raw, typed)
+
+
 @pytest.mark.parametrize("held", ["float32", "nf4"])
 def test_dropout_in_a_scan_is_another_one_for_each_layer(held):
     """With zero weights and a = b = 1 the result of each layer tells how many elements it saw."""

@@ -91,5 +91,7 @@ def apply(
 
 def _keys(key: Array, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Array:
     """A random key for each element of the stacked axes. The keys have the weight's axes and one more."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # of jax.random.PRNGKey: its words would be an axis of the keys
+        key = jax.random.wrap_key_data(key)
     lengths = [n if axis - len(shape) in stacked else 1 for axis, n in enumerate(shape)]
     return jax.random.split(key, math.prod(lengths)).reshape(*lengths, 1)
