@@ -196,6 +196,11 @@ def test_a_token_that_is_not_in_the_vocabulary_gives_nan():
             assert np.isnan(logits[:, 2]).all() and np.isfinite(logits[:, :2]).all()
 
 
+def test_no_tokens_are_refused():
+    with pytest.raises(QuantError, match="tokens has no positions"):
+        forward(random_params(SMALL), jnp.zeros((1, 0), jnp.int32), SMALL)
+
+
 def test_a_cache_of_another_dtype_is_refused():
     with pytest.raises(QuantError, match="the cache is float32 and dtype is bfloat16"):
         prefill(

@@ -61,7 +61,7 @@ def forward(
         Float32 logits.
 
     Raises:
-        QuantError: when there are more tokens than the context, `config.tied` contradicts the pytree's head, or
+        QuantError: when there are no tokens or more than the context, `config.tied` contradicts the pytree's head, or
             `kv.sees_raw` would leave nothing quantized.
     """
     if kv is not None and kv.sees_raw:
@@ -98,7 +98,7 @@ def prefill(
         Float32 logits, and the cache with the tokens.
 
     Raises:
-        QuantError: when there are more tokens than the max length of the cache, or it has another dtype.
+        QuantError: when there are no tokens or more than the max length of the cache, or it has another dtype.
     """
     if cache.max_length < tokens.shape[1]:
         raise QuantError(
@@ -219,7 +219,7 @@ def layer_output(
         index: the number of the layer, from 0; traced, identical layers share a program.
 
     Raises:
-        QuantError: when there are more tokens than the context.
+        QuantError: when there are no tokens or more than the context.
     """
     return _block(config, x.shape[1])(x, None, layer, index)[0]
 
@@ -234,6 +234,8 @@ def _block(
 
     Its arguments are the residual stream, the cache, the parameters and the layer's number.
     """
+    if T < 1:
+        raise QuantError("tokens has no positions; pass at least one token")
     if config.context < T:
         raise QuantError(
             f"tokens has {T} positions, more than the context of the model, {config.context}; cut it into windows"
