@@ -276,6 +276,17 @@ def test_rows_say_where_a_parameter_is_used(params):
     assert plan["steps"].sites == ()
 
 
+def test_the_hash_does_not_depend_on_where_the_code_is():
+    plan = fb.plan(attention, ATTENTION, TOKENS, recipe="int8")
+    moved = dataclasses.replace(
+        plan,
+        rows=tuple(dataclasses.replace(row, sites=("dot_general at /elsewhere/net.py:1:2 (net)",)) for row in plan),
+        products=tuple(dataclasses.replace(row, site="/elsewhere/net.py:3:4 (net)") for row in plan.products),
+    )
+    assert moved != plan and moved.sha256 == plan.sha256
+    assert fb.plan(attention, ATTENTION, TOKENS, recipe="int4_g32").sha256 != plan.sha256
+
+
 def test_a_plan_refuses_unknown_and_missing_keys():
     form = fb.plan(attention, ATTENTION, TOKENS, recipe="int8").to_json()
     with pytest.raises(fb.QuantError, match="a plan has no field 'row'; did you mean 'rows'"):

@@ -1,5 +1,6 @@
 """Quantizing a checkpoint into a directory: read back bit for bit, the same bytes again, nothing on failure."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -199,7 +200,11 @@ def test_an_interruption_leaves_what_stood_and_a_second_run_finishes(tmp_path):
         workflows.quantize(model, plan, tmp_path / "q", overwrite=True, on_tensor=interrupt)
     assert hashes(tmp_path / "q") == before
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "q", ".q.fewbit-partial", ".q.fewbit-work"}
-    workflows.quantize(model, plan, tmp_path / "q", overwrite=True)
+    resumed = []
+    elsewhere = tuple(dataclasses.replace(row, sites=("dot_general at /elsewhere/net.py:1:2",)) for row in plan)
+    plan = dataclasses.replace(plan, rows=elsewhere)  # as a fewbit in another place makes it
+    workflows.quantize(model, plan, tmp_path / "q", overwrite=True, on_resume=resumed.append)
+    assert [result.path for result in resumed[0]] == ["a", "b"]
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "q"}
     assert io.read(tmp_path / "q").tensors["a"].scheme == fb.scheme("int8")
 

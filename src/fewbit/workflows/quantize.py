@@ -99,7 +99,7 @@ def quantize(
     start, results, tokens = time.perf_counter(), {}, list[ExpertTokens]()
     fused, facts = fused_rows(model, plan, fused_modules(to)), provenance(model, plan, {"sha256": file_hashes(model)})
     facts |= method_facts(method, calibration, scaling)
-    identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions()}
+    identity = {**facts, "plan": plan.sha256, "to": to, "versions": versions()}
     if isinstance(calibration, CalibrationData):
         identity["config"] = model.runnable_config().to_json()  # which the hashes of the tensors' files do not cover
     else:

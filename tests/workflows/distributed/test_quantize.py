@@ -1,6 +1,7 @@
 """Quantizing in several processes: the bytes of one process, each process its part, resumable."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -286,6 +287,15 @@ def test_a_damaged_part_is_made_again(tmp_path, monkeypatch):
     file.write_bytes(content)
     assert tensors_made(model, plan, tmp_path / "out") == [row.path for row in output_files(plan, FILE_BYTES)[1]]
     assert_same_bytes(hashes(tmp_path / "out"), by_one_process(source, tmp_path / "expected"))
+
+
+@pytest.mark.slow
+def test_a_plan_of_code_in_another_place_resumes(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    model, plan = opened(source)
+    stop_before_the_end(model, plan, tmp_path / "out", monkeypatch)
+    elsewhere = tuple(dataclasses.replace(row, sites=("dot_general at /elsewhere/net.py:1:2",)) for row in plan)
+    assert tensors_made(model, dataclasses.replace(plan, rows=elsewhere), tmp_path / "out") == []
 
 
 @pytest.mark.slow

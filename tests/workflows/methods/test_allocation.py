@@ -1,5 +1,6 @@
 """Bits where they matter: estimated losses beside measured ones, and plans within a budget."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -138,7 +139,7 @@ def test_measuring_that_was_interrupted_anywhere_resumes(is_measured, tmp_path):
     plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(SMALL, 3, 16))
     settings = {"method": GPTQ(), "calibration": data_of(SMALL), "measure": is_measured}
 
-    def measure(**others):
+    def measure(plan=plan, **others):
         return sensitivities(model, plan, ["int8", "int4_g8"], windows, **settings, **others)
 
     known, out, seen = measure(), tmp_path / "out", []
@@ -157,7 +158,8 @@ def test_measuring_that_was_interrupted_anywhere_resumes(is_measured, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             measure(progress=stop_at(step), out=out)
     seen.clear()
-    assert measure(progress=stop_at(-1), out=out) == known
+    elsewhere = tuple(dataclasses.replace(row, sites=("dot_general at /elsewhere/net.py:1:2",)) for row in plan)
+    assert measure(dataclasses.replace(plan, rows=elsewhere), progress=stop_at(-1), out=out) == known
     assert all(done in (0, SMALL.layers, 2 * SMALL.layers) for done, _ in seen)  # nothing was left to measure
     assert measure(out=out) == known
     assert [path.name for path in (tmp_path / ".out.bits.fewbit-work").iterdir()] == ["journal"]  # the sums, and no weights

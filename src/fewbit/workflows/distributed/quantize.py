@@ -186,7 +186,7 @@ def _agreed_job(task: _Task, parts: Sequence[Part]) -> str:
     """
     same = {
         **task.provenance({}),
-        "plan": task.plan.to_json(),
+        "plan": task.plan.sha256,
         "files": list(map(len, parts)),
         "version": importlib.metadata.version("fewbit"),
     }

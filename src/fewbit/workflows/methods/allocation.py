@@ -278,7 +278,7 @@ def _job(
     """What identifies measurements: equal ones have equal results."""
     plan = next(iter(plans.values()))
     facts = provenance(model, plan, {"sha256": file_hashes(model)}) | method_facts(method, calibration)
-    candidates = {name: one.to_json() for name, one in plans.items()}
+    candidates = {name: one.sha256 for name, one in plans.items()}
     facts |= {"config": model.runnable_config().to_json(), "windows": windows.tolist(), "seed": seed}
     return {**facts, "candidates": candidates, "versions": versions()}
 
