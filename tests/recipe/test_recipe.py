@@ -65,6 +65,7 @@ def test_files(tmp_path):
             lambda: fb.recipe({"rules": [{"path": ".*", "policy": {"weight": "nf5"}}]}),
             r"unknown scheme 'nf5'; did you mean 'nf4'",
         ),
+        (lambda: fb.Rule(3, "int8"), "a rule's path is 3; must be a regular expression"),
         (lambda: fb.Rule("(", "nf4"), r"'\(' is not a regular expression"),
         (lambda: fb.Rule(".*", "nf4", ops=("dot",)), r"unknown op 'dot'"),
     ],

@@ -68,6 +68,8 @@ class Rule:
     ):
         if isinstance(ops, str):
             ops = (ops,)
+        if not isinstance(path, str):
+            raise QuantError(f"a rule's path is {path!r}; must be a regular expression, a string")
         for op in ops:
             if op not in OPS:
                 raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, OPS)}")
