@@ -309,6 +309,80 @@ def test_rules_by_layer_are_never_dropped_in_silence():
     assert maxtext.maybe_quantize_model(Mlp(Quantization(MIXED)), None) == Mlp(Quantization(MIXED))
 
 
+KERNEL, GATE, EXPERTS = (
+    "decoder/layers/mlp/wi_0/kernel",
+    "decoder/layers/MoeBlock_0/gate/kernel",
+    "decoder/layers/MoeBlock_0",
+)
+
+
+@pytest.mark.parametrize("name", fb.RECIPES.names())
+def test_kernels_and_experts_follow_the_rule_of_their_role(name):
+    kernels = (KERNEL, *(f"decoder/layers/{one}/kernel" for one in ("wo", "query", "key", "value", "out")))
+    shapes = dict.fromkeys(kernels, jax.ShapeDtypeStruct((256, 32), jnp.float32))
+    shapes |= {EXPERTS: jax.ShapeDtypeStruct((2, 256, 32), jnp.float32)}
+    roles = dict.fromkeys(kernels, fb.TensorRole("matmul", -2)) | {EXPERTS: fb.TensorRole("experts", -2)}
+    planned = {row.path: row.policy for row in fb.plan(None, shapes, recipe=name, roles=roles)}
+    quant = Quantization(name)
+    rules = {path: quant.rule(path) for path in kernels}
+    assert {path: rule and rule.policy for path, rule in rules.items()} == {path: planned[path] for path in kernels}
+    if all(rule.roles for rule in quant.rules):
+        assert quant.rule(EXPERTS, fb.Role.EXPERTS).policy == planned[EXPERTS]
+        assert quant.rule(GATE) is None and quant.needs_path
+    else:  # as for MaxText's own values
+        assert quant.rule(GATE) is quant.rule(GATE.replace("gate", "dense")) is not None
+
+
+def test_a_router_has_a_rule_of_its_own():
+    rules = fb.Rule(".*", None, roles="router", optional=True), fb.Rule(".*", "int8")
+    quant = Quantization(fb.Recipe(rules))
+    assert quant.rule(KERNEL) is rules[1] and quant.rule("decoder/layers/moe", fb.Role.EXPERTS) is rules[1]
+    assert (
+        quant.rule(GATE) is quant.rule("mlp/shared_expert_gate/kernel") is rules[0] and quant.rule("gate/kernel") is rules[0]
+    )
+    experts = Quantization(fb.Recipe((fb.Rule(".*", "int4", roles="experts"), *rules[1:])))
+    assert (experts.rule(None, fb.Role.EXPERTS), experts.rule(None)) == experts.rules and not experts.needs_path
+
+
+def test_a_recipe_by_role_trains_and_stores_what_it_names():
+    floats = exact(PARAMS["params"], X)
+    trained = Dense(Quantization("w8a8")).apply(PARAMS, X)
+    assert 0 < jnp.max(jnp.abs(trained - floats)) < 0.2
+    model = NamedDense(Quantization("nf4", "convert"), 32)
+    _, stored = model.apply({"params": MLP["params"]["layers_query"], "aqt": {}}, X, mutable=["aqt"])
+    assert stored["aqt"]["AqtDotGeneral_0"]["qrhs"]["frozen"].weight.scheme.name == "nf4"
+    _, stored = Dense(Quantization("nf4", "convert")).apply({**PARAMS, "aqt": {}}, X, mutable=["aqt"])
+    weights = jax.tree.leaves(stored["aqt"], is_leaf=lambda leaf: isinstance(leaf, maxtext.StoredWeight))
+    assert [one.weight.scheme.name for one in weights] == ["nf4", "nf4"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_recipe_by_role_leaves_the_router_of_an_nnx_model():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.moe_block = Experts(Quantization("w8"), nnx.Rngs(0))
+
+    model = tell_paths(Model())
+    x = X.reshape(2, 2, 16)
+    np.testing.assert_array_equal(model.moe_block.gate(x), x @ model.moe_block.gate.kernel[...])
+    assert maxtext.configure_quantization(config(), recipe="w8").rule("moe_block", fb.Role.EXPERTS).policy == fb.Policy(
+        "int8"
+    )
+
+
+def test_a_recipe_without_a_rule_for_matmuls_is_refused():
+    products = (fb.Rule(".*", fb.Policy("int8", "int8")),)
+    for rules in ((), (fb.Rule(".*", "int8"),)):
+        with pytest.raises(
+            fb.UnsupportedError, match=r"rules of products[^$]*product \.\* -> int8 x int8: MaxText computes"
+        ):
+            maxtext.configure_quantization(config(), recipe=fb.Recipe(rules, products=products))
+    for fields in ({"roles": "embedding"}, {"ops": "take"}):
+        with pytest.raises(fb.QuantError, match="has no rule for MaxText's matmuls"):
+            maxtext.configure_quantization(config(), recipe=fb.Recipe((fb.Rule(".*", "int8", **fields),)))
+    assert maxtext.configure_quantization(config(), recipe="maxtext/te_no_quant") is None
+
+
 SPARSE = fb.Recipe((fb.Rule(".*", INT8, sparsity=fb.Sparsity(2, 4, start_step=1, update_step=2)),))
 
 

@@ -25,6 +25,7 @@ from ..ops.policy import Policy
 from ..recipe.presets.maxtext import maxtext_recipe
 from ..recipe.presets.mixed_precision import LAYERS
 from ..recipe.recipe import Recipe
+from ..recipe.role import Role
 from ..recipe.rule import Rule
 from ._flax import flax
 from .maxtext_kv import KVQuant as KVQuant
@@ -97,11 +98,11 @@ def configure_quantization(
             `functools.partial`.
 
     Returns:
-        The object; None without `quantization`, and for `te_no_quant`.
+        The object; None without `quantization`, and for a recipe that changes no matmul, such as `maxtext/te_no_quant`.
 
     Raises:
         QuantError: for an unknown value or field, or a field that the value does not read.
-        UnsupportedError: for a field that the object cannot honour, with advice.
+        UnsupportedError: for a field that the object cannot honour, with advice; for a recipe's rules of products.
 
     >>> import types
     >>> quant = configure_quantization(types.SimpleNamespace(quantization="int8", quantization_local_shard_count=-1), "serve")
@@ -116,9 +117,9 @@ def configure_quantization(
     shards = 1
     if recipe is None:
         recipe, shards = _recipe(config, value), _shards(config, value)
-    if isinstance(recipe, Recipe) and all(rule.policy is None and rule.sparsity is None for rule in recipe.rules):
-        return None
     quant = Quantization(recipe, quant_mode_str, shards=shards)
+    if not any(rule.changes for rule in quant.rules):
+        return None
     _check_experts(config, quant)
     return quant
 
@@ -281,7 +282,7 @@ def maybe_quantize_model(model: PyTree, config: object) -> PyTree:
             _fill(nnx, node, module.quant, sites[site])
         elif isinstance(quant, Quantization) and hasattr(node, "get_einsum"):
             node.quant = dataclasses.replace(quant, site=place)
-            sites[place] = quant.rule(place)
+            sites[place] = quant.rule(place, Role.EXPERTS)
             if quant.quant_mode == QuantMode.TRAIN and not getattr(config, "scan_layers", True):
                 # MaxText creates them at the first call, which its unscanned layers refuse.
                 for name in EXPERTS:
@@ -323,7 +324,7 @@ def _fill(nnx: ModuleType, node: PyTree, quant: Quantization, rule: Rule | None)
 
 def _add_einsums(nnx: ModuleType, node: Any) -> None:
     """Gives a layer of experts the modules of its einsums. They have zeros for the stored weights."""
-    rule = node.quant.rule(node.quant.site)
+    rule = node.quant.rule(node.quant.site, Role.EXPERTS)
     kind = nnx.variable_type_from_name(node.quant.collection, allow_register=True)
     for name in EXPERTS:
         like = jax.ShapeDtypeStruct(getattr(node, name).shape, node.dtype)  # [E, K, N]

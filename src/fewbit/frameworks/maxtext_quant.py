@@ -12,6 +12,7 @@ placeholder, which records the shape of its weight and the contracted axes.
 import dataclasses
 import enum
 import functools
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ from ..ops.qat.delayed_scales import StepScales
 from ..ops.qat.latent import Latent
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import Recipe
+from ..recipe.role import Role
 from ..recipe.rule import Rule
 from ..recipe.sparsity import Sparsity, SparsityState
 from ..training.delayed_state import ProductScales
@@ -49,6 +51,12 @@ PLACEHOLDER = "unbound_"
 
 CALLED = PLACEHOLDER + "called"
 """The variable that marks a module that MaxText has called once to build it."""
+
+ROLES = (Role.MATMUL, Role.ROUTER, Role.EXPERTS)
+"""The roles of the weights whose products MaxText asks the object for; it multiplies embeddings and logits without it."""
+
+_ROUTER = re.compile(r"(?:.*/)?(?:shared_expert_)?gate/kernel")
+"""MaxText's routers; the gate of its gated MLPs is `wi_0`."""
 
 _GROUPED = {"int8": "int8", "int8_narrow": "int8", "int4": "int4", "int4_narrow": "int4"}
 _GROUPED |= {"e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2", "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz"}
@@ -86,8 +94,9 @@ class Quantization:
     With sparsity each module keeps its mask and its step count in `collection`, which the train step must carry, as MaxText's does.
 
     Attributes:
-        recipe: a Recipe, or anything that `fb.recipe` takes, whose rules match the path of each layer's kernel; or a Policy for
-            every matmul of the object.
+        recipe: a Recipe, or anything that `fb.recipe` takes, whose rules match the path and the role of each layer's kernel; or a
+            Policy for every matmul of the object. A rule without roles matches kernels, experts and, as MaxText's own values
+            do, routers.
         quant_mode: "train" quantizes float weights in each matmul; "convert" also stores each in `collection`; "serve" reads the
             stored weights and ignores the parameters. Or a member of AQT's QuantMode. Only this field can be assigned, as
             MaxText does.
@@ -99,8 +108,8 @@ class Quantization:
         site: the path of the experts of this copy; set by `maybe_quantize_model`.
 
     Raises:
-        QuantError: for an unknown mode, and as `fb.recipe`.
-        UnsupportedError: for delayed scaling in another mode than "train".
+        QuantError: for an unknown mode, for a recipe without a rule for matmuls, and as `fb.recipe`.
+        UnsupportedError: for rules of products without a parameter, and for delayed scaling in another mode than "train".
 
     >>> quant = Quantization(Policy("int8", "int8"))
     >>> quant.quant_mode = "serve"
@@ -129,6 +138,18 @@ class Quantization:
             raise QuantError(f"shards is {shards}; must be at least 1")
         fields = {"recipe": made, "collection": collection, "rng": rng, "shards": shards, "site": site}
         self.__dict__.update(fields)
+        if made.products:
+            reason = (
+                "MaxText computes products without a parameter, such as attention's, without the quant object; remove it"
+            )
+            raise UnsupportedError(
+                f"recipe {made.name!r} has rules of products", {f"product {rule}": reason for rule in made.products}
+            )
+        if not self.rules:
+            raise QuantError(
+                f"recipe {made.name!r} has no rule for MaxText's matmuls: each has other roles than {', '.join(ROLES)}, or other ops "
+                "than dot_general; add a rule for them"
+            )
         self.quant_mode = _mode(quant_mode)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -142,13 +163,15 @@ class Quantization:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The recipe's rules for matmuls."""
-        return tuple(rule for rule in self.recipe.rules if not rule.ops or "dot_general" in rule.ops)
+        """The recipe's rules for matmuls, of kernels, routers or experts."""
+        multiplied = (rule for rule in self.recipe.rules if not rule.ops or "dot_general" in rule.ops)
+        return tuple(rule for rule in multiplied if not rule.roles or not set(ROLES).isdisjoint(rule.roles))
 
     @property
     def needs_path(self) -> bool:
-        """True if the matching rule depends on the layer's path."""
-        return bool(self.rules) and self.rules[0].path != ".*"
+        """True if the matching rule depends on the layer's path, which also tells a router from other kernels."""
+        kernel, router, experts = (self._rules_of(role)[:1] for role in ROLES)
+        return kernel != router or any(rule.path != ".*" for rule in (*kernel, *experts))
 
     @property
     def needs_apply_rngs(self) -> bool:
@@ -156,11 +179,16 @@ class Quantization:
         draws = any(rule.policy is not None and rule.policy.needs_key for rule in self.rules)
         return self.quant_mode == QuantMode.TRAIN and draws
 
-    def rule(self, path: str | None) -> Rule | None:
+    def _rules_of(self, role: Role) -> tuple[Rule, ...]:
+        """The rules that match weights of a role."""
+        return tuple(rule for rule in self.rules if not rule.roles or role in rule.roles)
+
+    def rule(self, path: str | None, role: Role = Role.MATMUL) -> Rule | None:
         """The first rule that matches a layer, or None.
 
         Args:
             path: the path of its kernel, `decoder/layers/mlp/wi_0/kernel`; None if unknown.
+            role: `Role.EXPERTS` for a layer of experts. The path shows which kernels are routers: `gate/kernel`.
 
         Raises:
             QuantError: when the rules need a path and there is none.
@@ -168,11 +196,14 @@ class Quantization:
         """
         if self.needs_path and path is None:
             raise QuantError(
-                f"recipe {self.recipe.name!r} has rules by layer, and this layer's path is unknown; in addition to configure_quantization, "
-                "assign maxtext.layers.quantizations.maybe_quantize_model = fewbit.frameworks.maxtext.maybe_quantize_model (before MaxText "
-                "0.2.5 that needs pure_nnx=true)"
+                f"recipe {self.recipe.name!r} has rules by layer or by role, and this layer's path is unknown; in addition to "
+                "configure_quantization, assign maxtext.layers.quantizations.maybe_quantize_model = "
+                "fewbit.frameworks.maxtext.maybe_quantize_model (before MaxText 0.2.5 that needs pure_nnx=true)"
             )
-        rule = next((rule for rule in self.recipe.rules if rule.matches(path or "", ("dot_general",))), None)
+        path = path or ""
+        if role is Role.MATMUL and _ROUTER.fullmatch(path):
+            role = Role.ROUTER
+        rule = next((rule for rule in self._rules_of(role) if rule.matches_path(path)), None)
         if rule is not None and rule.axis is not None:
             raise UnsupportedError(
                 f"{path}: rule {rule} has an axis",
@@ -212,7 +243,7 @@ class Quantization:
             QuantError: when the rules need a path and there is none.
             UnsupportedError: for unsupported schemes.
         """
-        rule = self.rule(self.site)
+        rule = self.rule(self.site, Role.EXPERTS)
         reasons: dict[str, str] = {}
         schemes: dict[str, Scheme | None] = {"lhs": None, "rhs": None}
         if rule is not None and rule.sparsity is not None:
@@ -299,6 +330,7 @@ def modules() -> tuple[Any, Any]:
 
         quant: Quantization
         site: str | None = None
+        role: Role = Role.MATMUL
 
         def __call__(
             self,
@@ -332,7 +364,7 @@ def modules() -> tuple[Any, Any]:
         def _stateless(self, rhs: jax.Array) -> Weight:
             """The weight outside of a Flax module, which keeps no state."""
             quant = self.quant
-            rule = quant.rule(self.site)
+            rule = quant.rule(self.site, self.role)
             if quant.quant_mode != QuantMode.TRAIN or _keeps_state(rule):
                 asked = f"mode {quant.quant_mode.value!r} of rule {rule}"
                 raise UnsupportedError(
@@ -350,7 +382,7 @@ def modules() -> tuple[Any, Any]:
                 path = f"{'/'.join(self.path[:-1])}/kernel".lstrip("/")
             if quant.needs_path and path is None and self._is_built(rhs, axes):
                 return rhs
-            rule = quant.rule(path)
+            rule = quant.rule(path, self.role)
             if quant.quant_mode == QuantMode.TRAIN:
                 return self._trained(rhs, axes, rule)
             is_new = quant.quant_mode == QuantMode.CONVERT
@@ -410,7 +442,7 @@ def modules() -> tuple[Any, Any]:
                 lhs, rhs = jnp.asarray(lhs, self.dtype), jnp.asarray(rhs, self.dtype)
             axes, places = contracted(equation, lhs.ndim, rhs.ndim)
             if self.scope is None or not jnp.issubdtype(rhs.dtype, jnp.floating):
-                weight = AqtDotGeneral(self.quant, self.site, parent=None).operand(rhs, axes)
+                weight = AqtDotGeneral(self.quant, self.site, Role.EXPERTS, parent=None).operand(rhs, axes)
             else:
                 weight = self._bound(rhs, axes)
             if not isinstance(weight, Latent) and not is_qarray(weight):
@@ -419,8 +451,10 @@ def modules() -> tuple[Any, Any]:
 
         @nn.compact
         def _bound(self, rhs: jax.Array, axes: tuple[int, ...]) -> Weight:
-            quant, site = self.quant, self.site or "/".join(self.path[:-1]) or None
-            rule = quant.rule(site)
+            quant, site = self.quant, self.site
+            if site is None and self.path:
+                site = "/".join(self.path[:-1])
+            rule = quant.rule(site, Role.EXPERTS)
             if not self.path and self.is_initializing() and (quant.quant_mode != QuantMode.TRAIN or _keeps_state(rule)):
                 advice = (
                     "train experts by a rule without delayed scaling or sparsity; to store and serve them, assign "
@@ -430,7 +464,7 @@ def modules() -> tuple[Any, Any]:
                     "MaxText creates the module of an einsum at its first call, which would reset its state",
                     {f"mode {quant.quant_mode.value!r} of rule {rule}": advice},
                 )
-            return AqtDotGeneral(quant, site or "einsum", name="AqtDotGeneral_0").operand(rhs, axes)
+            return AqtDotGeneral(quant, site or "einsum", Role.EXPERTS, name="AqtDotGeneral_0").operand(rhs, axes)
 
     return AqtDotGeneral, AqtEinsum
 
