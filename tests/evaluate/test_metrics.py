@@ -89,6 +89,12 @@ def test_sqnr_of_a_uniform_quantizer_is_six_decibels_a_bit():
     assert sqnr_db(x, fb.quantize(x, "int8")) == pytest.approx(expected, abs=0.1)
 
 
+def test_sqnr_of_numbers():
+    numbers = (float, np.float32, np.float64, jnp.float32)
+    assert [sqnr_db(of(4), of(3.5)) for of in numbers] == pytest.approx([20 * math.log10(8)] * 4, abs=1e-5)
+    assert sqnr_db(np.float64(4e300), np.float64(3.5e300)) == pytest.approx(20 * math.log10(8), abs=1e-5)
+
+
 def test_sqnr_at_its_edges():
     zero, one = jnp.zeros((2, 3)), jnp.ones((2, 3))
     assert sqnr_db(one, one) == math.inf

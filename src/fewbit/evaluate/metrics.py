@@ -139,7 +139,7 @@ def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
     in float64.
 
     Args:
-        reference: a floating array.
+        reference: a floating array, or a number.
         approx: an array or a QArray of the same shape.
 
     Returns:
@@ -155,7 +155,7 @@ def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
         approx = dequantize(approx)
     if np.shape(reference) != np.shape(approx):
         raise QuantError(f"reference has shape {np.shape(reference)} and approx {np.shape(approx)}; they must be the same")
-    if any(isinstance(x, np.ndarray) and x.dtype == np.float64 for x in (reference, approx)):
+    if any(isinstance(x, np.ndarray | np.float64) and x.dtype == np.float64 for x in (reference, approx)):
         parts = _energies(np.asarray(reference, np.float64), np.asarray(approx, np.float64))
     else:
         parts = _row_energies(reference, approx)
@@ -203,7 +203,8 @@ def tokens_agree(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"])
 @jax.jit
 def _row_energies(reference: ArrayLike, approx: ArrayLike) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """The energies in float32."""
-    return _energies(jnp.asarray(reference, jnp.float32), jnp.asarray(approx, jnp.float32))
+    reference, approx = (jnp.atleast_1d(jnp.asarray(x, jnp.float32)) for x in (reference, approx))
+    return _energies(reference, approx)
 
 
 def _energies(reference: Any, approx: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
