@@ -85,7 +85,7 @@ SUITES = (
     Suite(
         "kernels/quantize/cpu/test_backend.py",
         "the compiled quantizers against the reference, and which are chosen",
-        {"kernels/quantize": "dispatch problem reference", "kernels/quantize/cpu": "attributes view"},
+        {"kernels/quantize": "problem reference", "kernels/quantize/cpu": "attributes view"},
     ),
     Suite(
         "kernels/quantize/gpu/test_quantize.py",

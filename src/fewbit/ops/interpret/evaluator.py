@@ -181,9 +181,12 @@ class Evaluator:
         if not has_proxy and not is_around:
             return bound(eqn, values)
         name, rules = eqn.primitive.name, self.rules_around
-        if has_proxy:  # an ArrayProxy has its own
-            values = [value.as_operand(name, values) if isinstance(value, ArrayProxy) else value for value in values]
-            rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), self.rules)
+        if has_proxy:
+            rules = self.rules
+            proxies = [value for value in values if isinstance(value, ArrayProxy)]
+            if proxies:  # they have rules of their own
+                values = [value.as_operand(name, values) if isinstance(value, ArrayProxy) else value for value in values]
+                rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), rules)
         rule = rules.get(name, self.shared.get(name))
         reason = "fewbit has no rule for it"
         if rule is not None:
