@@ -452,3 +452,15 @@ def test_one_zero_point_for_all_tiles():
     for axis in (0, 1):
         x = activation(3, q.shape[axis])
         assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4_g32"])
+def test_products_of_codes_with_results_in_float64_are_those_of_the_reference(scheme):
+    with jax.enable_x64(True):
+        x, w = (
+            fb.quantize(jnp.ones((4, 32), jnp.float64), "int8_g32"),
+            fb.quantize(jnp.ones((32, 8), jnp.float64), scheme, axis=0),
+        )
+        y = x @ w
+        assert y.dtype == jnp.float64
+        np.testing.assert_allclose(y, np.asarray(fb.dequantize(x)) @ np.asarray(fb.dequantize(w)), rtol=1e-6)

@@ -51,6 +51,8 @@ class Cpu(AbstractKernel):
     def refused_pair(self, problem: Problem) -> str | None:
         if missing := extension("fewbit.kernels.qmatmul.cpu._int8_gemm").missing:
             return missing
+        if problem.result_dtype.name not in FLOATS:
+            return f"the result is {problem.result_dtype.name}, must be one of {', '.join(FLOATS)}"
         if block_refusal(problem) is None:
             return None
         return pair_refusal(problem)
