@@ -13,7 +13,7 @@ from tests.workflows.checkpoints import needs_tokenizers
 from tests.workflows.families import TEXT, checkpoint, run_json
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 pytestmark = [needs_tokenizers, pytest.mark.oracle]
 
@@ -110,6 +110,18 @@ def test_activations_that_stay_float_are_noted(found):
     text = output("compare", of.path, "-r", "w8a8,nf4")
     assert text.count("w8a8: transformers runs the weights alone: the activations of ") == 1
     assert "nf4: transformers" not in text
+
+
+def test_random_numbers_of_a_model_are_the_same_for_both(tmp_path):
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 8, "intermediate_size": 8}
+    config = transformers.ViTMAEConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    transformers.ViTMAEModel(config).save_pretrained(tmp_path)
+    model = workflows.load(tmp_path)
+    state = torch.get_rng_state()
+    quality = workflows.evaluate_outputs(model, model)  # it masks random patches
+    assert [error.relative_error for error in quality.outputs] == [0, 0]
+    assert list(quality.blocks.values()) == [0]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def output(*arguments, status=0):

@@ -211,12 +211,16 @@ class TransformersNetwork:
         return jnp.asarray(logits)
 
     def outputs(self, inputs: Mapping[str, np.ndarray]) -> Outputs:
-        """The floating outputs for these arguments, by name, as NumPy arrays."""
+        """The floating outputs for these arguments, by name, as NumPy arrays.
+
+        Random numbers that the model draws, such as the masks of ViTMAE, are the same in every call.
+        """
         import torch
 
         arguments = {name: torch.from_numpy(np.array(array)) for name, array in inputs.items()}
         try:
-            with guarded("run the model"), torch.no_grad():
+            with guarded("run the model"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(0)
                 found = self.module(**arguments)
         except UnsupportedError as error:
             shapes = ", ".join(f"{name} {'x'.join(map(str, array.shape))}" for name, array in inputs.items())
