@@ -139,6 +139,28 @@ def test_the_products_of_training_are_those_of_the_recipe():
     assert len(re.findall("preferred_element_type=int32", text)) == 9  # each layer forwards, for its weights, for its input
 
 
+def test_all_models_of_the_first_argument_are_trained():
+    def through_both(models, x):
+        return models["dec"](models["enc"](x))
+
+    models = {"enc": nnx.Linear(16, 8, rngs=nnx.Rngs(0)), "dec": nnx.Linear(8, 4, rngs=nnx.Rngs(1))}
+    served = fx.transparent(through_both)(fx.quantize(models, X, recipe="int4", fn=through_both), X)
+    np.testing.assert_allclose(fx.train(through_both, "int4")(models, X), served, rtol=1e-6, atol=1e-6)
+
+
+def test_the_first_argument_is_trained_also_by_keyword():
+    def both(student, reference, x):
+        return student(x), reference(x)
+
+    student, reference = nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+    trained = fx.train(both, "int4")
+    by_keyword = trained(x=X, reference=reference, student=student)
+    for given, expected in zip(by_keyword, trained(student, reference, X), strict=True):
+        np.testing.assert_array_equal(given, expected)
+    np.testing.assert_array_equal(by_keyword[1], reference(X))
+    assert not jnp.array_equal(by_keyword[0], student(X))
+
+
 def test_a_keyword_that_the_function_takes_too_is_refused():
     def noisy(model, x, key=None, dropout_key=None):
         return model(x)

@@ -6,8 +6,10 @@ Rules match the paths of the `nnx.Param`s of the model, such as `layers/0/mlp/wi
 
 import dataclasses
 import functools
+import inspect
 import operator
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -37,8 +39,8 @@ from .adapter import SplitFunction, SplitModel
 
 _R = TypeVar("_R")
 
-_Call: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
-"""The arguments of a function of a model, which may contain NNX objects: positional ones and keywords."""
+_Call: TypeAlias = tuple[tuple[PyTree, ...], OrderedDict[str, PyTree]]
+"""The arguments of a function, which may contain NNX objects: positional ones and keywords, in the order of its parameters."""
 
 
 def _call(model: Callable[..., Any], *inputs: PyTree) -> Any:
@@ -119,7 +121,7 @@ def transparent(
     """Makes a function of a model accept a quantized model, as `fb.transparent`, with or without jit.
 
     Args:
-        fn: a function whose first argument is an NNX model; other arguments may be or contain NNX objects too, such as Rngs.
+        fn: a function of an NNX model; other arguments may be or contain NNX objects too, such as Rngs.
 
     Returns:
         A function of the same arguments. The Variables that `fn` changes are changed in its arguments.
@@ -130,11 +132,12 @@ def transparent(
     >>> float(jnp.abs(transparent(lambda model, x: model(x))(quantized, x) - model(x)).max()) < 0.05
     True
     """
-    run = _with_changes(fn).transparent(fallback=fallback, report=report)
+    run, signature = _with_changes(fn).transparent(fallback=fallback, report=report), signature_of(fn)
 
     @functools.wraps(fn)
     def wrapped(*args: PyTree, **kwargs: PyTree) -> Any:
-        return _written((args, kwargs), *run((args, kwargs)))
+        call = _ordered(signature, args, kwargs)
+        return _written(call, *run(call))
 
     return wrapped
 
@@ -145,7 +148,8 @@ def train(
     """Makes a function of a float model quantize its forward and backward matmuls (QAT), as `fb.train`.
 
     Args:
-        fn: a function whose first argument is an NNX model, such as the loss that `nnx.value_and_grad` takes.
+        fn: a function such as the loss that `nnx.value_and_grad` takes. The first argument with NNX objects is trained: a
+            model, or a tree of models, such as `{"encoder": ..., "decoder": ...}` with paths such as `encoder/kernel`.
 
     Returns:
         A function of the same arguments, and `key=`, `delayed=` and `sparsity=` as for a function of `fb.train`. `nnx.grad`
@@ -169,7 +173,8 @@ def train(
         **kwargs: PyTree,
     ) -> Any:
         refuse_shared_keywords(signature, args, {"key": key, "delayed": delayed, "sparsity": sparsity}, "nnx.train")
-        return _written((args, kwargs), *run((args, kwargs), key=key, delayed=delayed, sparsity=sparsity))
+        call = _ordered(signature, args, kwargs)
+        return _written(call, *run(call, key=key, delayed=delayed, sparsity=sparsity))
 
     return trained
 
@@ -276,7 +281,7 @@ def lora_apply(
     """Makes a function of a model add LoRA adapters to its parameters, as `fb.lora.apply`.
 
     Args:
-        fn: a function whose first argument is an NNX model, quantized or not.
+        fn: a function whose first argument is an NNX model, or a tree of models, quantized or not.
 
     Returns:
         A function `(model, adapters, *args, dropout_key=None, **kwargs)`; differentiate it by `adapters`. The Variables that
@@ -300,7 +305,7 @@ def lora_apply(
         **kwargs: PyTree,
     ) -> Any:
         refuse_shared_keywords(signature, (model, *args), {"dropout_key": dropout_key}, "nnx.lora_apply")
-        call = ((model, *args), kwargs)
+        call = _ordered(signature, (model, *args), kwargs)
         return _written(call, *run(call, adapters, dropout_key=dropout_key))
 
     return adapted
@@ -342,7 +347,7 @@ class _Graph:
         return cls(definition, dict(nnx.to_flat_state(state)))
 
     def values(self) -> tuple[dict[Any, Any], list[Any]]:
-        """The nested parameters of the first object, and the values of all other Variables."""
+        """The nested parameters of the first node, and the values of all other Variables."""
         params = {path[1:]: _value(x) for path, x in self.variables.items() if _is_param(path, x)}
         rest = [_value(x) for path, x in self.variables.items() if not _is_param(path, x)]
         return flax("traverse_util").unflatten_dict(params), rest
@@ -375,24 +380,33 @@ def _value(variable: PyTree) -> PyTree:
     return variable
 
 
-def _split_call(call: _Call) -> SplitModel:
-    """The parameters of the first object of a call, and all other values.
+def _ordered(signature: inspect.Signature | None, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> _Call:
+    """A call with its keywords in the order of the function's parameters, the unknown ones last."""
+    named = () if signature is None else tuple(name for name in signature.parameters if name in kwargs)
+    return args, OrderedDict((name, kwargs[name]) for name in dict.fromkeys((*named, *kwargs)))
 
-    Parameters are `nnx.Param`s. The objects of the call may share Variables.
+
+def _split_call(call: _Call) -> SplitModel:
+    """The parameters of the first argument with NNX objects, and all other values.
+
+    Parameters are `nnx.Param`s, with the paths that `_split` gives them. The objects of the call may share Variables.
     """
     leaves, treedef = jax.tree.flatten(call, is_leaf=_is_leaf)
     objects = {place: leaf for place, leaf in enumerate(leaves) if _is_object(leaf)}
-    graph = _Graph.of(tuple(objects.values()))
+    args, kwargs = call
+    model = next((argument for argument in (*args, *kwargs.values()) if _objects(argument)), ())
+    others = tuple(objects.values())[len(_objects(model)) :]
+    graph = _Graph.of((jax.tree.map(lambda x: x if _is_object(x) else None, model, is_leaf=_is_leaf), *others))
     params, values = graph.values()
 
     def rebuild(params: PyTree, rest: tuple[list[Any], list[Any]]) -> _Call:
         values, leaves = rest[0], list(rest[1])
-        for place, node in zip(objects, graph.merged(params, values), strict=True):  # ascending
+        for place, node in zip(objects, _objects(graph.merged(params, values)), strict=True):  # ascending
             leaves.insert(place, node)
         return treedef.unflatten(leaves)
 
-    others = [leaf for place, leaf in enumerate(leaves) if place not in objects]
-    return SplitModel(params, (values, others), rebuild)
+    without_objects = [leaf for place, leaf in enumerate(leaves) if place not in objects]
+    return SplitModel(params, (values, without_objects), rebuild)
 
 
 def _with_changes(fn: Callable[..., _R]) -> SplitFunction[tuple[_R, PyTree]]:
@@ -419,9 +433,9 @@ def _written(call: _Call, result: _R, changes: PyTree) -> _R:
     return result
 
 
-def _objects(call: _Call) -> tuple[PyTree, ...]:
-    """The NNX objects of a call, in order."""
-    return tuple(leaf for leaf in jax.tree.leaves(call, is_leaf=_is_leaf) if _is_object(leaf))
+def _objects(tree: PyTree) -> tuple[PyTree, ...]:
+    """The NNX objects of a call, or of an argument, in order."""
+    return tuple(leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_leaf) if _is_object(leaf))
 
 
 def _is_object(x: object) -> bool:
