@@ -65,6 +65,45 @@ def test_a_decoder_reads_the_tokens_shifted_by_one(tmp_path):
     assert array_inputs(tmp_path / "b.npz", T5).examples[0]["decoder_input_ids"].tolist() == [[4]]
 
 
+TWO_VOCABULARIES = {
+    "encoder": {"encoder": types.SimpleNamespace(vocab_size=10), "vocab_size": 3},
+    "text encoder": {"text_encoder": types.SimpleNamespace(vocab_size=10), "vocab_size": 3},
+    "source and target": {"src_vocab_size": 10, "vocab_size": 3},
+}
+
+
+@pytest.mark.parametrize("settings", TWO_VOCABULARIES.values(), ids=TWO_VOCABULARIES)
+def test_encoder_and_decoder_have_each_its_vocabulary(tmp_path, settings):
+    takes = signature("input_ids", "decoder_input_ids", is_encoder_decoder=True, decoder_start_token_id=2, **settings)
+    np.savez(tmp_path / "a.npz", input_ids=[[9, 8]], decoder_input_ids=[[2]])
+    assert array_inputs(tmp_path / "a.npz", takes).examples[0]["input_ids"].tolist() == [[9, 8]]
+    for name, ids in (("input_ids", [[10]]), ("decoder_input_ids", [[3]])):
+        np.savez(tmp_path / "b.npz", **{name: ids})
+        with pytest.raises(QuantError, match=rf"b\.npz: {name} has ids from"):
+            array_inputs(tmp_path / "b.npz", takes)
+    given = default_inputs(takes)
+    largest = {name: max(example[name].max() for example in given.examples) for name in given.examples[0]}
+    assert largest == {"input_ids": 9, "decoder_input_ids": 2}
+    assert shapes(given) == [{"input_ids": (1, 32), "decoder_input_ids": (1, 16)}] * 4
+    assert given.title.endswith("; the decoder reads its start token and 15 random ones)")
+
+
+def test_the_vocabulary_of_the_decoder_configuration():
+    settings = types.SimpleNamespace(vocab_size=10, is_encoder_decoder=True)
+    settings.get_text_config = lambda decoder: types.SimpleNamespace(vocab_size=3)  # Marian with decoder_vocab_size
+    takes = Signature("Net", ("input_ids", "decoder_input_ids"), settings, None)
+    assert (takes.vocab, takes.decoder_vocab) == (10, 3)
+
+
+def test_the_decoder_has_as_many_rows_as_the_main_input(tmp_path):
+    takes = signature("input_ids", "attention_mask", "decoder_input_ids", vocab_size=10, is_encoder_decoder=True)
+    np.savez(tmp_path / "a.npz", attention_mask=np.ones(4, int), input_ids=np.ones((2, 3), int))
+    assert array_inputs(tmp_path / "a.npz", takes).examples[0]["decoder_input_ids"].shape == (2, 3)
+    np.savez(tmp_path / "b.npz", attention_mask=np.ones((2, 3), int), input_ids=np.ones(3, int))
+    with pytest.raises(QuantError, match=r"input_ids has shape \(3,\); Net takes a batch axis and at least one more"):
+        array_inputs(tmp_path / "b.npz", takes)
+
+
 @pytest.mark.parametrize(
     ("name", "arrays", "message"),
     [
@@ -89,6 +128,15 @@ def test_damaged_files_are_refused(tmp_path, content):
         array_inputs(tmp_path / "a.npy", BERT)
     with pytest.raises(QuantError, match="cannot be read"):
         array_inputs(tmp_path / "none.npy", BERT)
+
+
+def test_an_unknown_compression_is_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", input_ids=np.ones((1, 2), int))
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[8] = content[content.index(b"PK\x01\x02") + 10] = 99  # the method, of the member and in the directory
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(QuantError, match=r"a\.npz cannot be read as NumPy arrays: That compression method"):
+        array_inputs(tmp_path / "a.npz", BERT)
 
 
 def encode(line):

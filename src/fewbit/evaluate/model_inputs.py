@@ -1,8 +1,7 @@
 """Inputs of models that are not causal language models."""
 
 import dataclasses
-import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from .._registry import near_names
 from ..errors import QuantError
+from ..io.npz import ZIP_ERRORS
 
 Example = Mapping[str, np.ndarray]
 """The arguments of a model's forward function, with a batch axis of length 1 if the arrays allow it."""
@@ -62,7 +62,17 @@ class Signature:
 
     @property
     def vocab(self) -> int | None:
-        """The vocabulary size; None for a model without tokens."""
+        """The vocabulary size of `input_ids`; None for a model without tokens."""
+        if not self.needs_decoder_ids:
+            return vocabulary(self.settings)
+        encoders = (getattr(self.settings, name, None) for name in ("encoder", "encoder_config", "text_encoder"))
+        sizes = [getattr(encoder, "vocab_size", None) for encoder in encoders]
+        sizes += [getattr(self.settings, name, None) for name in ("src_vocab_size", "vocab_size")]  # FSMT's, Marian's
+        return next((size for size in sizes if isinstance(size, int)), self.decoder_vocab)
+
+    @property
+    def decoder_vocab(self) -> int | None:
+        """The vocabulary size of `decoder_input_ids`; None for a model without tokens."""
         return vocabulary(self.settings)
 
     @property
@@ -75,7 +85,7 @@ class Signature:
 
 
 def vocabulary(settings: Any) -> int | None:
-    """The vocabulary size of a configuration object of transformers. None for a model without tokens."""
+    """The vocabulary size of a configuration object of transformers, the decoder's if it has two. None without tokens."""
     for part in (settings.get_text_config(decoder=True), settings):
         if isinstance(size := getattr(part, "vocab_size", None), int):
             return size
@@ -104,7 +114,7 @@ def array_inputs(path: Path, takes: Signature) -> ModelInputs:
                 arrays = {takes.names[0]: loaded}
             else:
                 arrays = {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except ZIP_ERRORS as error:
         raise QuantError(f"{path} cannot be read as NumPy arrays: {error}") from error
     if not arrays:
         raise QuantError(f"{path} has no arrays; expected arguments of {takes.title}, such as {takes.names[0]}")
@@ -205,9 +215,9 @@ def _argument(name: str, array: np.ndarray, takes: Signature, where: str) -> np.
         return array
     if array.dtype.kind not in "iu":
         raise QuantError(f"{where}: {name} has dtype {array.dtype}; floats, integers or booleans are expected")
-    is_tokens = name in ("input_ids", "decoder_input_ids") and takes.vocab is not None and array.size
-    if is_tokens and (array.min() < 0 or array.max() >= takes.vocab):
-        raise QuantError(f"{where}: {name} has ids from {array.min()} to {array.max()}, the vocabulary {takes.vocab} tokens")
+    vocab = {"input_ids": takes.vocab, "decoder_input_ids": takes.decoder_vocab}.get(name)
+    if vocab is not None and array.size and (array.min() < 0 or array.max() >= vocab):
+        raise QuantError(f"{where}: {name} has ids from {array.min()} to {array.max()}, the vocabulary {vocab} tokens")
     return array.astype(np.int64)
 
 
@@ -229,23 +239,31 @@ def _with_decoder_ids(example: Example, takes: Signature) -> Example:
     """
     if not takes.needs_decoder_ids or "decoder_input_ids" in example:
         return example
-    rows = len(next(iter(example.values())))
+    name = next(name for name in takes.names if name in example)  # the main input, or what is given instead
+    if example[name].ndim < 2:
+        raise QuantError(f"{name} has shape {example[name].shape}; {takes.title} takes a batch axis and at least one more")
+    rows = len(example[name])
     start = np.full((rows, 1), takes.start_token, np.int64)
-    if takes.has_text and "input_ids" in example:
+    if _is_shifted(example, takes):
         rest = example["input_ids"][:, :-1]
     else:
-        rest = np.random.default_rng(_SEED).integers(takes.vocab or 1, size=(rows, _decoder_tokens(takes) - 1))
+        rest = np.random.default_rng(_SEED).integers(takes.decoder_vocab or 1, size=(rows, _decoder_tokens(takes) - 1))
     return {**example, "decoder_input_ids": np.concatenate([start, rest], axis=1)}
+
+
+def _is_shifted(given: Container[str], takes: Signature) -> bool:
+    """Whether the decoder reads the encoder's tokens: those of a text, in one vocabulary."""
+    return takes.has_text and "input_ids" in given and takes.vocab == takes.decoder_vocab
 
 
 def _decoder_tokens(takes: Signature) -> int:
     return min(_DECODER_TOKENS, getattr(takes.settings, "max_target_positions", _DECODER_TOKENS))
 
 
-def _decoder_note(given: Iterable[str], takes: Signature) -> str:
+def _decoder_note(given: Container[str], takes: Signature) -> str:
     """How the decoder's input was made, for a title. Empty if it was not."""
     if not takes.needs_decoder_ids or "decoder_input_ids" in given:
         return ""
-    if takes.has_text:
+    if _is_shifted(given, takes):
         return "; the decoder reads the same tokens shifted by one"
     return f"; the decoder reads its start token and {_decoder_tokens(takes) - 1} random ones"

@@ -24,7 +24,7 @@ _SUFFIX = ".npy"
 # Deflate cannot compress more than this, so a larger announced size is a damaged or hostile file.
 _MAX_DEFLATE_RATIO = 1032
 # All that zipfile raises on damaged archives: it passes its parsers' errors on.
-_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)
 
 
 def read_npz(path: pathlib.Path) -> Checkpoint:
@@ -58,7 +58,7 @@ def _members(path: pathlib.Path) -> dict[str, bytes]:
             members = {name: archive.read(entry) for name, entry in zip(names, entries, strict=True)}
     except QuantError:
         raise
-    except _ZIP_ERRORS as error:
+    except ZIP_ERRORS as error:
         raise QuantError(f"{path} is a damaged .npz file: {error or type(error).__name__}") from error
     for name, entry in zip(names, entries, strict=True):
         if len(members[name]) != entry.file_size:
