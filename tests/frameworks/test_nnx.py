@@ -102,6 +102,13 @@ def test_quantizing_copies_no_array_and_can_free_each_source():
     assert source.is_deleted() and not model.wi.bias.get_raw_value().is_deleted()
 
 
+def test_an_array_that_another_variable_has_too_is_not_freed():
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    model.average = nnx.Variable(model.kernel.get_raw_value())
+    quantized = fx.quantize(model, X, recipe="int8", donate=True)
+    assert fb.is_qarray(quantized.kernel.get_raw_value()) and not quantized.average.get_raw_value().is_deleted()
+
+
 def test_metadata_is_kept():
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
     with jax.set_mesh(jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):

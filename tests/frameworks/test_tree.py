@@ -54,6 +54,21 @@ def test_an_array_at_two_places_is_not_freed():
     assert not source["layers"][0].is_deleted() and all(map(fb.is_qarray, quantized["layers"]))
 
 
+def test_a_buffer_of_two_arrays_is_not_freed():
+    source = params()
+    w = source["layers"][0]
+    source["layers"][1] = jax.device_put(w, w.device)
+    assert source["layers"][1] is not w
+    tree.quantize(fn, source, X, recipe="int8", donate=True)
+    assert [w.is_deleted() for w in source["layers"]] == [False, False, True]
+
+
+def test_an_array_of_the_inputs_is_not_freed():
+    source = params()
+    tree.quantize(fn, source, source["layers"][0], recipe="int8", donate=True)
+    assert [w.is_deleted() for w in source["layers"]] == [False, True, True]
+
+
 def test_without_donation_the_tree_stays():
     source = params()
     tree.quantize(fn, source, X, recipe="int8")

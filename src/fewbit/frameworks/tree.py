@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import PyTree
 
@@ -44,8 +45,8 @@ def quantize(
         recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of this tree.
         method: how scales and codes are chosen, as in `fb.quantize_params`.
         stats: what `fb.observe` collected with `collect=method.collect`, as in `fb.quantize_params`.
-        donate: whether the float arrays of quantized parameters are deleted. `tree` cannot be used afterwards; an array that it
-            contains several times is kept.
+        donate: whether the float arrays of quantized parameters are deleted. `tree` cannot be used afterwards; an array that `tree`
+            or `inputs` contain a second time, or that shares its buffer with another of theirs, is kept.
 
     Returns:
         A tree of the same structure with QArrays for quantized leaves; call `fb.transparent(fn)` with it.
@@ -63,25 +64,37 @@ def quantize(
         recipe = make_plan(fn, tree, *inputs, recipe=recipe)
     if not donate:
         return quantize_params(tree, recipe, method=method, stats=stats)
-    return _quantize_and_free(tree, recipe, method, stats)
+    return _quantize_and_free(tree, recipe, method, stats, inputs)
 
 
-def _quantize_and_free(tree: PyTree, plan: Plan, method: AbstractMethod, stats: SupportsObservations | None) -> PyTree:
-    """`quantize_params` that frees each float array before it reads the next. All are checked before the first is freed."""
+def _quantize_and_free(
+    tree: PyTree, plan: Plan, method: AbstractMethod, stats: SupportsObservations | None, inputs: PyTree
+) -> PyTree:
+    """`quantize_params` that frees each float array before it reads the next. All are checked before the first is freed.
+
+    A buffer that another array of the tree or of the inputs uses is kept.
+    """
     seen = planned_observations(tree, plan, method, stats)
     rows = {row.path: row for row in plan}
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
-    places = Counter(map(id, leaves))
     paths = parameter_paths(tree)
     for path, source in paths.items():
         if isinstance(source, Tracer):
             raise QuantError(f"donate=True deletes arrays, and {path} is traced; donate the argument of jax.jit instead")
         if path in rows:
             check_quantizable(source, rows[path], method, seen[path])
+    uses = Counter(buffer for leaf in jax.tree.leaves((tree, inputs)) for buffer in _buffers(leaf))
     for i, path in enumerate(paths):
         source = leaves[i]
         if path in rows and (q := quantize_row(source, rows[path], method, seen[path])) is not source:
             leaves[i] = jax.block_until_ready(q)
-            if places[id(source)] == 1 and isinstance(source, jax.Array):
+            if isinstance(source, jax.Array) and all(uses[buffer] == 1 for buffer in _buffers(source)):
                 source.delete()
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _buffers(x: object) -> list[tuple[jax.Device, int]]:
+    """Device and address of each buffer of a float array. `jax.device_put` may return another array of the same buffer."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return []
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in x.addressable_shards]
