@@ -139,6 +139,8 @@ def doctest_names(request: pytest.FixtureRequest) -> None:
     if isinstance(request.node, pytest.DoctestItem):
         if request.node.name.startswith(("fewbit.frameworks.linen", "fewbit.frameworks.nnx")):
             pytest.importorskip("flax")
+        if request.node.name.startswith("fewbit.models.tokenizers.chat_template"):
+            pytest.importorskip("jinja2")
         import fewbit as fb
 
         request.getfixturevalue("doctest_namespace").update(fb=fb, jax=jax, jnp=jnp, np=np)

@@ -41,6 +41,7 @@ HARD = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "msgspec", "numpy", "regex", 
 OPTIONAL = {
     "flax",
     "gguf",
+    "jinja2",
     "matplotlib",
     "safetensors",
     "tokenizers",

@@ -11,7 +11,6 @@ pytest.importorskip("tokenizers")
 
 from fewbit.errors import UnsupportedError
 from fewbit.models import tokenizer_from_directory, tokenizer_from_files, tokenizer_from_gguf
-from fewbit.models.tokenizers.tokenizer import chat_text
 from tests.models.tokenizers.fields import CHATML, gguf_fields, sentencepiece_fields
 
 
@@ -25,50 +24,16 @@ def test_chat_is_written_with_the_templates_own_system_message():
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = tokenizer_from_gguf(gguf_fields())
     assert tokenizer.decode(tokenizer.chat("hi"), keep_special=True) == expected
-    assert chat_text("hi", CHATML.replace("\n", "\\n")) == expected  # a template whose line ends are escaped
 
 
-def test_chat_skips_what_is_code_in_the_template():
-    """As in Qwen 2.5: the first system message is put together, the last is written out."""
-    parts = [
-        "{%- if tools %}{{- '<|im_start|>system\\n' }}{{- messages[0].content }}{{- '</tools><|im_end|>\\n' }}",
-        "{%- elif first %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}",
-        "{%- else %}{{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{%- endif %}",
-    ]
-    user = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert chat_text("hi", "".join(parts)) == f"<|im_start|>system\nBe brief.<|im_end|>\n{user}"
-    assert chat_text("hi", "".join(parts[:2])) == user
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (
-            CHATML + "{{- '<|im_start|>assistant\\n<think>\\n' }}",
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n hi <|im_end|>\n<|im_start|>assistant\n<think>\n",
-        ),
-        (
-            "{{'<|im_start|>' + role + '\n' + message['content'] | trim + '<|im_end|>\n'}}",
-            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "{# <|im_start|>system\nold<|im_end|> #}{{'<|im_start|>' + role + '\n' + content + '<|im_end|>\n'}}",
-            "<|im_start|>user\n hi <|im_end|>\n<|im_start|>assistant\n",
-        ),
-    ],
-    ids=["thought", "trimmed", "comment"],
-)
-def test_chat_follows_the_template(template: str, expected: str):
-    assert chat_text(" hi ", template) == expected
-
-
-PHI_4 = "{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}"
-
-
-@pytest.mark.parametrize("template", [None, "[INST] {{ content }} [/INST]", PHI_4], ids=["none", "other", "phi-4"])
-def test_chat_refuses_what_it_cannot_write(template: str | None):
-    with pytest.raises(UnsupportedError, match=r"the checkpoint has .*chat template.*; give the prompt as plain text"):
-        chat_text("hi", template)
+def test_chat_begins_with_the_start_token_where_the_template_writes_it():
+    fields = {**sentencepiece_fields(), "tokenizer.chat_template": "{{ bos_token + messages[0].content + eos_token }}"}
+    for adds in (True, False):
+        tokenizer = tokenizer_from_gguf({**fields, "tokenizer.ggml.add_bos_token": adds})
+        assert tokenizer.chat("the").tolist() == tokenizer.encode("<s>the</s>").tolist()
+        assert tokenizer_from_files(tokenizer.files()).chat("the").tolist() == tokenizer.chat("the").tolist()
+    silent = dataclasses.replace(tokenizer, chat_template="{{ messages[0].content }}")
+    assert silent.chat("the").tolist() == silent.encode("the").tolist()
 
 
 def test_files_read_back(tmp_path: Path):

@@ -84,10 +84,12 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     adds_start = found.adds_start
     if adds_start is None:
         adds_start = kind.model == "llama" or kind.pre in _WHOLE_WORDS
-    if not adds_start or found.start is None:
+    if found.start is None:
         return Tokenizer(backend, stop_ids, found.template)
-    backend.post_processor = _start_processor(found.tokens[found.start], found.start)
-    return Tokenizer(backend, stop_ids, found.template, (found.start,))
+    bos, start_ids = found.tokens[found.start], ()
+    if adds_start:
+        backend.post_processor, start_ids = _start_processor(bos, found.start), (found.start,)
+    return Tokenizer(backend, stop_ids, found.template, start_ids, bos)
 
 
 def _rule(pre: str) -> tuple[str, ...]:

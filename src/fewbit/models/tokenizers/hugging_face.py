@@ -58,7 +58,7 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     template = config.chat_template or jinja
     if not isinstance(template, str):  # a list of named templates
         template = None
-    return Tokenizer(backend, ids, template or None, _start_ids(backend, config))
+    return Tokenizer(backend, ids, template or None, _start_ids(backend, config), "".join(_texts(config.bos_token)))
 
 
 def _start_ids(backend: Any, config: "_Config") -> tuple[int, ...]:

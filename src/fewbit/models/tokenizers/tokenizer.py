@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..._json import dumped
 from ...errors import QuantError, UnsupportedError
+from .chat_template import chat_text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,12 +23,14 @@ class Tokenizer:
         stop_ids: the tokens that end a generation.
         chat_template: the checkpoint's Jinja template, or None.
         start_ids: the tokens that begin every text: the beginning-of-text token, or none.
+        bos: the text of the beginning-of-text token for the chat template, even if other texts do not begin with it.
     """
 
     backend: Any
     stop_ids: tuple[int, ...] = ()
     chat_template: str | None = None
     start_ids: tuple[int, ...] = ()
+    bos: str = ""
 
     @property
     def vocab(self) -> int:
@@ -59,15 +61,14 @@ class Tokenizer:
     def chat(self, message: str) -> np.ndarray:
         """The token ids of a user message in the chat template, up to the answer.
 
-        ChatML templates (`<|im_start|>role`, newline, content, `<|im_end|>`, newline) are rendered without running Jinja,
-        with the template's default system message if it has one, with what the template puts before the answer, such as
-        `<think>`, and with the start tokens if the template writes them.
+        The template is rendered as by transformers, with its default system message if it has one. It writes the
+        beginning-of-text token itself.
 
         Raises:
-            UnsupportedError: when the checkpoint has no template, or one of another kind.
+            UnsupportedError: when the checkpoint has no template, the template fails, or jinja2 is not installed.
         """
-        text = chat_text(message, self.chat_template)
-        return self.encode(text, add_start="bos_token" in (self.chat_template or ""))
+        eos = self.backend.id_to_token(self.stop_ids[0]) if self.stop_ids else ""
+        return self.encode(chat_text(message, self.chat_template, bos=self.bos, eos=eos))
 
     def files(self) -> dict[str, bytes]:
         """The files by name that `tokenizer_from_files` reads.
@@ -77,6 +78,8 @@ class Tokenizer:
         config: dict[str, Any] = {"chat_template": self.chat_template}
         if self.stop_ids:
             config["eos_token"] = self.backend.id_to_token(self.stop_ids[0])
+        if self.bos:
+            config["bos_token"] = self.bos
         if self.start_ids:
             config |= {"bos_token": self.backend.id_to_token(self.start_ids[0]), "add_bos_token": True}
         written = {"tokenizer_config.json": config}
@@ -91,41 +94,6 @@ class Tokenizer:
         """Writes `files` into an existing directory."""
         for name, content in self.files().items():
             (directory / name).write_bytes(content)
-
-
-def chat_text(message: str, template: str | None) -> str:
-    """A user message in a ChatML template, up to the answer.
-
-    >>> print(chat_text("Hello", "{{'<|im_start|>' + role + '\\n' + content}}"))
-    <|im_start|>user
-    Hello<|im_end|>
-    <|im_start|>assistant
-    <BLANKLINE>
-    """
-    if template is None:
-        raise UnsupportedError("the checkpoint has no chat template; give the prompt as plain text")
-    template = _COMMENT.sub("", template)
-    if "<|im_start|>" not in template or "<|im_sep|>" in template:
-        raise UnsupportedError("the checkpoint has a chat template that is not ChatML; give the prompt as plain text")
-    if _TRIMMED.search(template):
-        message = message.strip()
-    text = f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
-    if _THINKS.search(template):
-        text += "<think>\n"
-    if system := _SYSTEM.search(template):
-        text = f"<|im_start|>system\n{system.group(1)}<|im_end|>\n{text}"
-    return text
-
-
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_TRIMMED = re.compile(r"content(?:'\]|\"\])?\s*\|\s*trim\b")
-_THINKS = re.compile(r"<\|im_start\|>assistant(?:\\n|\n)<think>(?:\\n|\n)['\"]\s*-?\}\}")
-"""A prompt for the answer that opens a thought and ends there."""
-
-_SYSTEM = re.compile(
-    r"<\|im_start\|>system(?:\\n|\n)((?:(?!<\|im_|[{%]}|{[{%]|'\s*}}|'\s*\+|\"\s*\+).)*?)<\|im_end\|>", re.DOTALL
-)
-"""A system message that is written out in a template: no code of Jinja in it."""
 
 
 @contextlib.contextmanager
