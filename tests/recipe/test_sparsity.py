@@ -147,6 +147,14 @@ def net(p, x):
     )
 
 
+def test_the_axis_of_a_rule_decides_the_groups_only_where_the_uses_do_not():
+    params, x = {"w": jnp.ones((8, 8))}, jnp.ones((1, 8))
+    for fn, expected in ((lambda p, x: x @ p["w"], (-2,)), (lambda p, x: x @ p["w"] @ p["w"].T, (-1,)), (None, (-1,))):
+        rule = fb.Rule("w", "int8", axis=-1, sparsity=Sparsity(2, 4))
+        row = fb.plan(fn, params, x, recipe=fb.Recipe((rule,)))["w"]
+        assert (row.axis, row.sparsity.axis) == ((-1,), expected)
+
+
 @pytest.mark.slow
 def test_a_plan_prunes_along_what_is_contracted_and_says_so(tmp_path):
     plan = fb.plan(net, PARAMS, jnp.ones((2, 8)), recipe=RECIPE)

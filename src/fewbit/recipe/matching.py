@@ -190,7 +190,9 @@ def resolved_sparsity(path: str, leaf: Leaf, uses: tuple[Use, ...], rule: Rule |
     """The sparsity of one parameter with its axes, negative. None where it stays dense."""
     if rule is None or rule.sparsity is None or why_unquantizable(leaf) is not None:
         return None
-    axis = rule.sparsity.axis or rule.axis
+    axis, wanted = rule.sparsity.axis, {use.tiled for use in uses if use.op in OPS and use.tiled}
+    if axis is None and len(wanted) != 1:
+        axis = rule.axis
     if axis is None and (contracted := tile_axes(path, uses)) is not None:
         axis = tuple(sorted(contracted))
         if any(use.op == "conv_general_dilated" for use in uses):

@@ -36,7 +36,7 @@ class Rule:
         ops: match only parameters with one of these uses ("dot_general", "take" for look-ups, "conv_general_dilated",
             "ragged_dot"); empty: any use.
         axis: the axis or axes along which tiles run, where the uses of a parameter disagree or no code can be traced;
-            None takes what its products contract.
+            None takes what its products contract. Groups of a sparsity follow it only there.
         optional: whether the rule may match nothing, or match everything that later rules would.
         sparsity: N:M sparsity of the parameters, with or without a policy: products use, and `fb.quantize_params` stores,
             zeros for the pruned weights. None keeps every weight.

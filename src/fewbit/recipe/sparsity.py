@@ -40,7 +40,8 @@ class Sparsity:
         n: how many weights of each group are kept.
         m: how many weights make a group.
         axis: the axis or axes that groups run along; None takes, in a rule, the contracted axes of the parameter (of a
-            convolution its input channels), as sparse hardware needs. It is -2 for a kernel `[in, out]`.
+            convolution its input channels), as sparse hardware needs: -2 for a kernel `[in, out]`. Where its uses disagree
+            or no code can be traced, None takes the rule's `axis`.
         start_step: the step of the first mask; before it everything is kept.
         update_step: the number of steps between masks.
         gradient: "identity": straight-through, so that pruned weights learn and may come back; "masked": the gradient of the
