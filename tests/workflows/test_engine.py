@@ -240,6 +240,21 @@ def test_the_context_ends_with_the_positions_or_where_the_tokenizer_says():
 
 @pytest.mark.oracle
 @needs_transformers
+@pytest.mark.parametrize(("kind", "name"), [("lilt", "LiltModel"), ("markuplm", "MarkupLMModel")])
+def test_the_longest_input_runs_where_positions_begin_after_the_padding_token(kind, name):
+    import torch
+
+    sizes = {"vocab_size": 8, "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    config = {"model_type": kind, "architectures": [name], "pad_token_id": 1, "max_position_embeddings": 20, **sizes}
+    engine = transformers_engine(config, ["w"], source="m")
+    module = engine.cls(engine.settings).eval()
+    module(torch.full((1, engine.context), 3))
+    with pytest.raises(IndexError, match="out of range"):
+        module(torch.full((1, engine.context + 1), 3))
+
+
+@pytest.mark.oracle
+@needs_transformers
 def test_an_infinite_number_of_a_configuration_is_read():
     config = {"model_type": "mamba2", "time_step_limit": [0.0, {"__float__": "Infinity"}], "num_hidden_layers": 1}
     sizes = {"hidden_size": 16, "num_heads": 4, "head_dim": 8}

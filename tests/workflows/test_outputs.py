@@ -9,6 +9,7 @@ from fewbit.cli.commands import app
 from fewbit.evaluate.model_inputs import default_inputs
 from fewbit.models import is_installed
 from fewbit.workflows.engine import as_stored, transformers_of
+from fewbit.workflows.outputs import model_inputs
 from tests.workflows.checkpoints import needs_tokenizers
 from tests.workflows.families import TEXT, checkpoint, run_json
 
@@ -94,6 +95,13 @@ def test_given_arrays_are_the_inputs(found, tmp_path):
     p, q = (outputs_of(of.theirs(decoded=d), [{"pixel_values": images}])[0]["logits"] for d in (False, True))
     check(quality["outputs"][0], [p], [q])
     assert quality["inputs"] == "images.npy (pixel_values 2x3x8x8)"
+
+
+def test_a_line_of_a_text_ends_at_a_newline_alone(found, tmp_path):
+    model = as_stored(workflows.load(found("bert").path))
+    (tmp_path / "a.txt").write_bytes("a\fb\r\nc\x85d\u2028e\n\nf".encode())
+    given = model_inputs(model, transformers_of(model).takes, inputs=tmp_path / "a.txt")
+    assert [example["input_ids"].size - 2 for example in given.examples] == [3, 5, 1]
 
 
 def test_compare_is_eval_of_what_quantize_writes(found, tmp_path):

@@ -115,7 +115,8 @@ def model_inputs(
     def encode(line: str) -> list[int]:
         return backend.encode(line, add_special_tokens=True).ids
 
-    lines = found.content.splitlines()
+    # str.splitlines would also split at form feeds and U+2028; "\r\n" is read as "\n".
+    lines = found.content.split("\n")
     tokens = TOKENS if tokens is None else tokens
     window = WINDOW if window is None else window
     return text_inputs(found.name, lines, encode, takes, tokens=tokens, window=window)

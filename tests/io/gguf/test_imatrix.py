@@ -114,6 +114,7 @@ GGUF_DAMAGE = {
     "type": (FIELDS, BOTH | {"a.in_sum2": ONES.astype(np.float16)}, "tensor 'a.in_sum2' has ggml type 1, expected float32"),
     "chunks": (FIELDS | {"imatrix.chunk_size": "x"}, BOTH, "imatrix.chunk_size is 'x', expected a number of 0 or more"),
     "texts": (FIELDS | {"imatrix.datasets": [1]}, BOTH, r"imatrix.datasets is \[1\], expected a list of texts"),
+    "a text": (FIELDS | {"imatrix.datasets": "abc"}, BOTH, r"imatrix.datasets is 'abc', expected a list of texts"),
     "nothing": (FIELDS, {}, "an importance matrix without a tensor"),
 }
 

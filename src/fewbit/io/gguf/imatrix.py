@@ -13,7 +13,7 @@ import functools
 import os
 import pathlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -187,7 +187,7 @@ def _checked(squares: np.ndarray, counts: np.ndarray, where: str) -> Importance:
 
 def _texts(fields: Mapping[str, object], where: str) -> tuple[str, ...]:
     found = fields.get(_DATASETS, [])
-    if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise QuantError(f"{where}: {_DATASETS} is {found!r:.60}, expected a list of texts")
     return tuple(filter(None, found))
 
