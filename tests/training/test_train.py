@@ -217,6 +217,13 @@ def test_a_weight_that_shard_map_cuts_has_the_scales_that_are_served(scheme):
         np.testing.assert_allclose(gradient[name], at_once[name], rtol=0, atol=np.abs(at_once[name]).max() * 2**-3)
 
 
+@pytest.mark.usefixtures("unchecked")  # the annotation is that of a typed key
+def test_shard_map_takes_a_raw_key():
+    policy, x = fb.Policy("int8", drhs=fb.Arm("int8", rounding="stochastic")), normal(8, 64, seed=9)
+    gradient = jax.grad(lambda w, key: (fb.train(sharded, recipe(policy))(w, x, key=key) ** 2).mean())
+    assert jax.eval_shape(gradient, SHARDED, jax.random.PRNGKey(0))["in"].shape == (64, 32)
+
+
 @pytest.mark.slow
 def test_scales_of_whole_axes_are_cut_on_an_explicit_mesh():
     """There `shard_map` demands that every leaf lies as its spec says, in serving too."""

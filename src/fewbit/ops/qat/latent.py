@@ -134,7 +134,7 @@ class Latent(ArrayProxy):
         used = [name for entry in along for name in axis_names(entry)]
         others = tuple(name for name in mesh if name not in used)
         if key is not None:
-            key = jnp.broadcast_to(key, (math.prod(mesh.values()),))
+            key = jnp.broadcast_to(key, (math.prod(mesh.values()), *key.shape))
         if scales is not None:
             scales = copies(scales, math.prod(mesh[name] for name in others))
         specs = Latent(
