@@ -12,6 +12,7 @@ import fewbit as fb
 from fewbit.frameworks import linen as fl
 from fewbit.methods import GPTQ, correct_biases
 
+flax = pytest.importorskip("flax")
 nn = pytest.importorskip("flax.linen")
 meta = pytest.importorskip("flax.core.meta")
 
@@ -87,6 +88,15 @@ def test_every_method_runs_on_the_quantized_variables(variables, jit):
 def test_a_method_alone_decides_the_axes(variables):
     plan = fl.plan(NET, variables, X, recipe="int8", method="encode")
     assert [row.path for row in plan if row.policy] == ["wi/kernel"]
+
+
+def test_frozen_variables_stay_frozen(variables):
+    frozen = flax.core.freeze(variables)
+    quantized = fl.quantize(NET, frozen, recipe=fl.plan(NET, frozen, X, recipe="int8"))
+    assert isinstance(quantized, flax.core.FrozenDict)
+    assert jax.tree.structure(flax.core.unfreeze(quantized)) == jax.tree.structure(
+        fl.quantize(NET, variables, X, recipe="int8")
+    )
 
 
 def test_donated_parameters_are_freed(variables):

@@ -318,20 +318,21 @@ def _signature(module: LinenModule, method: Callable[..., Any] | str | None) -> 
 
 def _split(variables: PyTree) -> SplitModel:
     """The unboxed parameters and the other collections."""
-    meta = flax("core.meta")
+    meta, frozen = flax("core.meta"), flax("core").FrozenDict
+    collections = frozen if isinstance(variables, frozen) else dict
 
     def is_leaf(x: object) -> bool:
         return is_qarray(x) or isinstance(x, meta.AxisMetadata)
 
     leaves, treedef = jax.tree.flatten(variables.get("params", {}), is_leaf=is_leaf)
 
-    def boxed(params: PyTree, others: dict[str, PyTree]) -> dict[str, PyTree]:
+    def boxed(params: PyTree, others: dict[str, PyTree]) -> Mapping[str, PyTree]:
         values = treedef.flatten_up_to(params)
         params = treedef.unflatten(
             x.replace_boxed(value) if isinstance(x, meta.AxisMetadata) else value
             for x, value in zip(leaves, values, strict=True)
         )
-        return {**others, "params": params}
+        return collections({**others, "params": params})
 
     others = {name: collection for name, collection in variables.items() if name != "params"}
     return SplitModel(treedef.unflatten(_unboxed(x, meta) for x in leaves), others, boxed)
