@@ -45,8 +45,8 @@ def quantize(
         recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of this tree.
         method: how scales and codes are chosen, as in `fb.quantize_params`.
         stats: what `fb.observe` collected with `collect=method.collect`, as in `fb.quantize_params`.
-        donate: whether the float arrays of quantized parameters are deleted. `tree` cannot be used afterwards; an array that `tree`
-            or `inputs` contain a second time, or that shares its buffer with another of theirs, is kept.
+        donate: whether the float arrays of quantized parameters are deleted. `tree` cannot be used afterwards; an array that
+            `tree` or `inputs` contain a second time, or that shares its buffer with another of theirs, is kept.
 
     Returns:
         A tree of the same structure with QArrays for quantized leaves; call `fb.transparent(fn)` with it.
