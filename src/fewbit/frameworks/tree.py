@@ -93,8 +93,8 @@ def _quantize_and_free(
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _buffers(x: object) -> list[tuple[jax.Device, int]]:
+def _buffers(x: object) -> list[tuple[int, int]]:
     """Device and address of each buffer of a float array. `jax.device_put` may return another array of the same buffer."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
         return []
-    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in x.addressable_shards]
+    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in x.addressable_shards]
