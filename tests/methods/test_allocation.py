@@ -57,6 +57,39 @@ def test_hundreds_of_weights():
     assert allocate(items, budget) == chosen
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_of_an_8b_model_at_each_of_its_totals(seed):
+    """A budget that is attained gives the same assignment; a byte less gives one that fits and has more loss.
+
+    A solver that accepts 0.999999 of a choice breaks such a budget: 1e-6 of the largest weight is 400 bytes.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = [4096**2, 4096 * 1024, 4096 * 1024, 4096**2, *[4096 * 14336] * 3] * 32 + [128256 * 4096]
+    items = {}
+    for i, size in enumerate(sizes):
+        low, high = size * rng.lognormal(size=2) * (1e-3, 1e-4)
+        items[f"w{i}"] = [Choice("nvfp4", size * 9 // 16 + 4, low), Choice("mxfp8", size * 33 // 32, high)]
+    chosen = allocate(items, int(6.5 * sum(sizes) / 8))
+    attained, loss = (sum(getattr(choice, name) for choice in chosen.values()) for name in ("nbytes", "loss"))
+    assert allocate(items, attained) == chosen
+    for short in (1, 4, 5, 16):
+        less = allocate(items, attained - short)
+        assert sum(choice.nbytes for choice in less.values()) <= attained - short
+        assert sum(choice.loss for choice in less.values()) > loss
+
+
+def test_losses_proportional_to_the_bytes():
+    """Each choice has the same loss per byte, so that no bound rules one out: the search is limited, and nearly fills the budget."""
+    rng = np.random.default_rng(0)
+    items = {}
+    for i in range(24):
+        size = int(rng.integers(10**6, 10**8))
+        items[f"w{i}"] = [Choice(str(bits), size * bits, -float(size * bits)) for bits in (2, 3, 4, 6, 8)]
+    budget = int(1.1 * sum(choices[2].nbytes for choices in items.values()))
+    chosen = allocate(items, budget)
+    assert (1 - 1e-6) * budget < sum(choice.nbytes for choice in chosen.values()) <= budget
+
+
 def test_what_it_refuses():
     with pytest.raises(fb.QuantError, match="the smallest choices take 3 bytes, more than the budget of 2"):
         allocate({"a": [Choice("x", 3, 0.0)]}, 2)

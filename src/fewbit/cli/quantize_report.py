@@ -263,8 +263,7 @@ def with_bits(
             progress=progress,
             out=out,
         )
-    with results_only():  # HiGHS prints lines of its own
-        return allocated(made, found, bits)
+    return allocated(made, found, bits)
 
 
 def with_counted_experts(model: Model, made: Plan, chosen: ChosenMethod) -> Plan:
