@@ -168,6 +168,14 @@ def test_the_first_argument_is_trained_also_by_keyword():
     assert not jnp.array_equal(by_keyword[0], student(X))
 
 
+def test_a_parameter_without_a_path_is_refused():
+    param, x = nnx.Param(jnp.ones((8, 4))), jnp.ones((2, 8))
+    for wrap in (fx.transparent, lambda fn: fx.train(fn, "int8")):
+        with pytest.raises(fb.QuantError, match=r"the model is an nnx\.Param, which has no path"):
+            wrap(lambda param, x: x @ param[...])(param, x)
+    assert fx.plan({"w": param}, x, recipe="int8", fn=lambda tree, x: x @ tree["w"][...]).rows[0].path == "w"
+
+
 def test_a_keyword_that_the_function_takes_too_is_refused():
     def noisy(model, x, key=None, dropout_key=None):
         return model(x)

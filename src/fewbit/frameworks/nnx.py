@@ -25,6 +25,7 @@ from ..calibration.measure import Statistic
 from ..calibration.range_rules import AbsMaxRange
 from ..calibration.ranges import AbstractRange
 from ..calibration.stats import Stats
+from ..errors import QuantError
 from ..ops.interpret.transparent import Decoded
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
@@ -343,6 +344,10 @@ class _Graph:
     @classmethod
     def of(cls, nodes: tuple[Any, ...]) -> "_Graph":
         nnx = flax("nnx")
+        if isinstance(nodes[0], nnx.Param):
+            raise QuantError(
+                "the model is an nnx.Param, which has no path; pass a module, or a dict such as {'kernel': param}"
+            )
         definition, state = nnx.split(nodes)
         return cls(definition, dict(nnx.to_flat_state(state)))
 
