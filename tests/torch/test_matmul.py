@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
 from fewbit.kernels.qmatmul.gpu.config import DotConfig, Gpu, GpuConfig, gpu_config, splits_for, stages_for  # noqa: E402
 from fewbit.torch.matmul import padded_count  # noqa: E402
-from fewbit.torch.qtensor import Form  # noqa: E402
 
 
 def weight(name: str, *shape: int) -> "fbt.QTensor":
@@ -143,8 +142,8 @@ def test_padding_changes_no_scale_of_several_rows() -> None:
     for result in (y, of_groups):
         assert np.allclose(result.detach().numpy(), known, atol=1e-5)
         assert np.allclose(torch.autograd.grad(result, x, g)[0].numpy(), of_jax, atol=1e-5)
-    assert padded_count(17, t.form) == 17
-    assert padded_count(17, Form.of(t.scheme, t.shape, t.dtype, t.form.parts, policy=fb.Policy("int8", act))) == 18
+    assert padded_count(17, t.policy) == 17
+    assert padded_count(17, fb.Policy("int8", act)) == 18
 
 
 @pytest.mark.finding(15)

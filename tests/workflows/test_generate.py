@@ -83,6 +83,13 @@ def test_what_cannot_be_written_says_why(model, arguments, error, message):
         workflows.generate_text(model, **{"prompt": "Who ", "max_tokens": 4, **arguments})
 
 
+@pytest.mark.parametrize("chat", [None, True])
+def test_a_chat_template_that_fails_is_not_left_out(model, chat):
+    tokenizer = dataclasses.replace(model.tokenizer, chat_template="{{ raise_exception('no system message') }}")
+    with pytest.raises(UnsupportedError, match="the chat template fails: no system message; give the prompt as plain text"):
+        workflows.generate_text(dataclasses.replace(model, tokenizer=tokenizer), "Who ", max_tokens=4, chat=chat)
+
+
 def test_a_token_without_an_embedding_is_refused(model, monkeypatch):
     ids = generate._prompt_ids
 

@@ -96,7 +96,7 @@ def _quantize_and_free(
 def _buffers(x: object) -> list[tuple[int, int]]:
     """Device and address of each buffer of a float array. `jax.device_put` may return another array of the same buffer.
 
-    Where the platform does not tell addresses, the array itself stands for its buffers.
+    Where the platform gives no addresses, the id of the array is used.
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
         return []

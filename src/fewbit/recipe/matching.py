@@ -175,7 +175,7 @@ def tile_axes(
     Raises:
         QuantError: where its uses want different tiles.
     """
-    wanting = [use for use in uses if use.op in OPS and use.tiled]
+    wanting = _tiling(uses)
     axes = list(dict.fromkeys(use.tiled for use in wanting))
     if len(axes) > 1 and len(set(map(tiles, axes))) > 1:
         places = "; ".join(f"{use.op} over {use.tiled} at {use.source}" for use in wanting)
@@ -186,12 +186,17 @@ def tile_axes(
     return next(iter(axes), None)
 
 
+def _tiling(uses: tuple[Use, ...]) -> list[Use]:
+    """The uses that want tiles along axes."""
+    return [use for use in uses if use.op in OPS and use.tiled]
+
+
 def resolved_sparsity(path: str, leaf: Leaf, uses: tuple[Use, ...], rule: Rule | None) -> Sparsity | None:
     """The sparsity of one parameter with its axes, negative. None where it stays dense."""
     if rule is None or rule.sparsity is None or why_unquantizable(leaf) is not None:
         return None
-    axis, wanted = rule.sparsity.axis, {use.tiled for use in uses if use.op in OPS and use.tiled}
-    if axis is None and len(wanted) != 1:
+    axis = rule.sparsity.axis
+    if axis is None and len({use.tiled for use in _tiling(uses)}) != 1:
         axis = rule.axis
     if axis is None and (contracted := tile_axes(path, uses)) is not None:
         axis = tuple(sorted(contracted))

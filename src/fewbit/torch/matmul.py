@@ -19,6 +19,7 @@ from ..formats.integer import Integer
 from ..kernels.qmatmul.gpu.config import Gpu, GpuConfig, blocks_for, gpu_config
 from ..kernels.qmatmul.gpu.weight import Matrix
 from ..ops.dot import dot_general
+from ..ops.policy import Policy
 from . import dlpack as handover
 from . import triton
 from .operation import Operation, PolicyGradient, Tensors, applied
@@ -161,13 +162,13 @@ def _product(x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: i
         if name == "triton":
             return by_triton(x, w, config_of(q.device), gpu_of(q.device))
     count = len(x)
-    if not (missing := padded_count(count, form_of(form)) - count):
+    if not (missing := padded_count(count, form_of(form).policy) - count):
         return handover.call(_compiled(form, axis), (x, *leaves))
     x = torch.nn.functional.pad(x, (0, 0, 0, missing))
     return handover.call(_compiled(form, axis), (x, *leaves))[:count].clone()
 
 
-def padded_count(rows: int, form: Form | None = None) -> int:
+def padded_count(rows: int, policy: Policy | None = None) -> int:
     """The rows after padding: up to 16 unchanged, above at most an eighth more.
 
     XLA compiles a program for each shape; with padding, prompts of all lengths share eight programs an octave. Rows are not
@@ -176,18 +177,16 @@ def padded_count(rows: int, form: Form | None = None) -> int:
     >>> padded_count(7), padded_count(100), padded_count(1000)
     (7, 104, 1024)
     """
-    if rows <= 16 or (form is not None and not _takes_zero_rows(form)):
+    if rows <= 16 or (policy is not None and not _takes_zero_rows(policy)):
         return rows
     step = 1 << max((rows - 1).bit_length() - 4, 0)
     return -(-rows // step) * step
 
 
 @functools.lru_cache(maxsize=4096)
-def _takes_zero_rows(form: Form) -> bool:
+def _takes_zero_rows(policy: Policy) -> bool:
     """Whether zero rows of `x [M, K]`, and of its gradient, change no scale under the policy."""
-    if form.policy is None:
-        return True
-    return all(_is_range_or_of_one_row(scheme) for scheme in (form.policy.activation, form.policy.dlhs.gradient))
+    return all(_is_range_or_of_one_row(scheme) for scheme in (policy.activation, policy.dlhs.gradient))
 
 
 def _is_range_or_of_one_row(scheme: object) -> bool:
@@ -224,7 +223,7 @@ handover.operator("product(Tensor x, Tensor[] leaves, str form, int axis, str ba
 def _product_gradient(g: torch.Tensor, tensors: Sequence[torch.Tensor], form: str, axis: int) -> torch.Tensor:
     """The gradient of `x`, the last tensor, in a matmul under a policy (its dgrad)."""
     *leaves, x = tensors
-    rows = padded_count(len(x), form_of(form))
+    rows = padded_count(len(x), form_of(form).policy)
     if x.numel() == 0:
         return torch.zeros_like(x)
     g, y = (torch.nn.functional.pad(t, (0, 0, 0, rows - len(x))) for t in (g, x))

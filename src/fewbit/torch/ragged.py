@@ -116,7 +116,7 @@ def _ragged(x: torch.Tensor, tensors: Sequence[torch.Tensor], form: str, axis: i
     if x.numel() == 0:
         return x.new_zeros((len(x), w.shape[2]))
     count = len(x)
-    x = torch.nn.functional.pad(x, (0, 0, 0, padded_count(count, q.form) - count))
+    x = torch.nn.functional.pad(x, (0, 0, 0, padded_count(count, q.policy) - count))
     y = handover.call(_compiled(form, axis), (x, group_sizes.to(torch.int32), *leaves))
     if len(y) > count:
         y = y[:count].clone()
@@ -152,7 +152,7 @@ def _ragged_gradient(g: torch.Tensor, tensors: Sequence[torch.Tensor], form: str
     """The gradient of `x`, the last tensor after the sizes, in a product under a policy (its dgrad)."""
     *leaves, group_sizes, x = tensors
     count = len(x)
-    missing = padded_count(count, form_of(form)) - count
+    missing = padded_count(count, form_of(form).policy) - count
     g, rows = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (g, x))
     return handover.call(_compiled_gradient(form, axis), (g, rows, group_sizes.to(torch.int32), *leaves))[:count].clone()
 

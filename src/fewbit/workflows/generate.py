@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..array.qarray import QArray, is_qarray
-from ..errors import QuantError, UnsupportedError
+from ..errors import QuantError
 from ..kernels.qmatmul.cpu.backend import reads_packed_weights
 from ..kvcache.policy import KVPolicy
 from ..models.cache import empty_cache
@@ -107,7 +107,7 @@ def generate_text(
 
     Raises:
         QuantError: for an empty prompt, lengths that do not fit the context, or a seed without a temperature.
-        UnsupportedError: when the model cannot be run, or has no such template.
+        UnsupportedError: when the model cannot be run, its chat template fails, or it has none and `chat` is True.
     """
     if seed is not None and not temperature > 0:
         raise QuantError(
@@ -246,12 +246,7 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool | None) -> tuple[n
         raise QuantError("the prompt is empty; give some text to continue")
     if chat is False or (chat is None and tokenizer.chat_template is None):
         return tokenizer.encode(prompt, add_start=True), False
-    try:
-        return tokenizer.chat(prompt), True
-    except UnsupportedError:
-        if chat:
-            raise
-        return tokenizer.encode(prompt, add_start=True), False
+    return tokenizer.chat(prompt), True
 
 
 def _decoded_weights(params: PyTree) -> tuple[PyTree, int]:

@@ -32,8 +32,8 @@ def chat_text(message: str, template: str | None, *, bos: str = "", eos: str = "
     values = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
         return environment.from_string(template).render(messages=[{"role": "user", "content": message}], **values)
-    except Exception as error:  # whatever a program of others raises
-        raise UnsupportedError(f"the chat template fails: {error}; give the prompt as plain text") from error
+    except Exception as error:  # a template may raise any exception
+        raise UnsupportedError(f"the chat template fails: {error}; give the prompt as plain text (--no-chat)") from error
 
 
 @functools.cache
