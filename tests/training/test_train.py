@@ -263,6 +263,18 @@ def test_the_kernel_of_a_depthwise_convolution_has_tiles_along_its_window():
     )
 
 
+@pytest.mark.parametrize("change", [lambda w: w.T, lambda w: 0.9 * w], ids=["transposed", "scaled"])
+def test_a_weight_that_a_loop_changes_is_float_in_the_plan_as_in_training(change):
+    def net(w, x):
+        return jax.lax.fori_loop(0, 2, lambda _, c: (change(c[0]), jnp.tanh(c[1] @ c[0])), (w["changed"], x))[1] @ w["w"]
+
+    w, x = {"changed": normal(16, 16), "w": normal(16, 16)}, normal(2, 16)
+    plan = fb.plan(net, w, x, recipe="w8")
+    assert (plan["changed"].kind, plan["changed"].reason) == ("float32", "no product contracts it; used by scan")
+    trained, served = fb.train(net, "w8")(w, x), fb.transparent(net)(fb.quantize_params(w, plan), x)
+    np.testing.assert_allclose(trained, served, rtol=1e-6, atol=1e-6)
+
+
 def tied(w, tokens):
     x = w["table"][tokens]
     return jnp.tanh(x) @ w["table"].T

@@ -66,6 +66,29 @@ def test_loops_name_the_axes_they_take_apart():
     assert {u[1] for u in branch[""]} == {(-2,), (-1,)}
 
 
+def test_a_carried_parameter_stays_one_only_where_the_loop_does_not_change_it():
+    """Serving and training decode what a loop changes, so the plan has to leave it in float."""
+    square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+    def carried(change, loop=jax.lax.fori_loop):
+        return lambda w, x: loop(0, 3, lambda i, c: (change(c[0]), c[1] + x @ c[0]), (w, x))
+
+    def while_loop(first, last, body, carry):
+        return jax.lax.while_loop(lambda c: c[0] < last, lambda c: (c[0] + 1, body(*c)), (first, carry))[1]
+
+    for same in (lambda w: w, lambda w: jax.lax.optimization_barrier(w), jax.jit(lambda w: w), jnp.copy):
+        found = uses(
+            lambda w, x, same=same: x @ carried(same)(w, x)[0].T, square, X
+        )  # it is the parameter after the loop, too
+        assert found[""] == [("dot_general", (-2,), ()), ("dot_general", (-1,), ())]
+    for change in (lambda w: w.T, lambda w: w[::-1], lambda w: w.astype(jnp.bfloat16).astype(w.dtype)):
+        assert uses(carried(change), square, X)[""] == [("scan", (), ())]
+        assert uses(carried(change, while_loop), square, X)[""] == [("while", (), ())]
+    assert uses(carried(lambda w: w * 0.9), square, X)[""] == [("scan", (), ())]
+    swapped = uses(lambda ab, x: jax.lax.fori_loop(0, 3, lambda i, c: (c[1], c[0], x @ c[0]), (*ab, x)), (square, square), X)
+    assert swapped == {"0": [("scan", (), ())], "1": [("scan", (), ())]}
+
+
 def test_one_element_of_an_axis_that_a_product_sees_is_no_layer_of_a_loop():
     stack = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32)
     assert uses(lambda w, x: jnp.matmul(x[:, :1], w[:, :1]), stack, X)[""] == [("dot_general", (-2,), ())]

@@ -258,7 +258,7 @@ def _step(eqn: jex_core.JaxprEqn, inputs: list[_Value], found: _Found, scope: _S
         def scanned(carry: list[_Value], found: _Found) -> list[_Value]:
             return _follow(open_jaxpr(params["jaxpr"]), [*consts, *carry, *elements], found, scope)
 
-        return _loop(scanned, first, found)
+        return _loop(eqn, scanned, first, found)
     if name == "while":
         cond_consts, consts, first = while_operands(eqn, inputs)
 
@@ -266,7 +266,7 @@ def _step(eqn: jex_core.JaxprEqn, inputs: list[_Value], found: _Found, scope: _S
             _follow(open_jaxpr(params["cond_jaxpr"]), [*cond_consts, *carry], found, scope)
             return _follow(open_jaxpr(params["body_jaxpr"]), [*consts, *carry], found, scope)
 
-        return _loop(repeated, first, found)
+        return _loop(eqn, repeated, first, found)
     if name == "cond":
         outcomes = [_follow(open_jaxpr(branch), inputs[1:], found, scope) for branch in params["branches"]]
         return [_of_branches(inputs[0].fact, column) for column in zip(*outcomes, strict=True)]
@@ -287,22 +287,30 @@ def _step(eqn: jex_core.JaxprEqn, inputs: list[_Value], found: _Found, scope: _S
     return [_Value(fact=fact)] * len(eqn.outvars)
 
 
-def _loop(body: Callable[[list[_Value], _Found], list[_Value]], carry: list[_Value], found: _Found) -> list[_Value]:
-    """The outputs of a loop, whose body gives the carry first. The body is repeated until its facts hold in every iteration."""
+def _loop(
+    eqn: jex_core.JaxprEqn, body: Callable[[list[_Value], _Found], list[_Value]], first: list[_Value], found: _Found
+) -> list[_Value]:
+    """The outputs of a loop, whose body gives the carry first.
+
+    The body is repeated until what is known of the carry holds in every iteration. A parameter that the loop changes, also by a
+    layout operation, is another array from the second iteration on, so the loop is a use of it as a float array.
+    """
+    carry = first
     while True:
         inside = _Found()
         outputs = body(carry, inside)
-        weaker = [_Value(one.parameter, one.fact.both(out.fact)) for one, out in zip(carry, outputs, strict=False)]
+        weaker = [
+            _Value(one.parameter if out.parameter is one.parameter else None, one.fact.both(out.fact))
+            for one, out in zip(carry, outputs, strict=False)
+        ]
         if weaker == carry:
             break
         carry = weaker
+    changed = [one.parameter for one, last in zip(first, carry, strict=True) if last.parameter is None]
+    found.uses.extend((one.path, Use(eqn.primitive.name, source=_source(eqn))) for one in changed if one is not None)
     found.uses.extend(inside.uses)
     found.products.extend(inside.products)
-    after = []
-    for one, out in zip(carry, outputs, strict=False):
-        # A parameter that an iteration changes is none any more.
-        after.append(one if one.parameter == out.parameter else _Value(fact=one.fact))
-    return [*after, *(_Value(fact=Fact(out.fact.is_counted)) for out in outputs[len(carry) :])]
+    return [*carry, *(_Value(fact=Fact(out.fact.is_counted)) for out in outputs[len(carry) :])]
 
 
 def _element(value: _Value) -> _Value:
@@ -397,6 +405,9 @@ def _moved(eqn: jex_core.JaxprEqn, operand: _Traced) -> list[_Traced]:
             operand = dataclasses.replace(operand, dtype=dtype.name, casts=(*operand.casts, dtype.name))
     results = []
     for move in axis_moves(eqn):
+        if move.is_identity:
+            results.append(operand)  # the same object: a loop that carries it does not change it
+            continue
         taken: tuple[int, ...] = ()
         if eqn.primitive.name != "split":
             taken = tuple(a for axis in move.cut if move.lengths[axis] == 1 for a in operand.axes[axis])
