@@ -1,5 +1,6 @@
 """Models become GGUF files: names, metadata and tokenizer, from each container that models come in."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ import fewbit as fb
 from fewbit import QuantError, UnsupportedError, io, workflows
 from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import stored
+from fewbit.io.gguf.writer import GGUFWriter
 from fewbit.workflows.convert.gguf import why_not, why_not_model, write_gguf
 from tests.io.gguf.families import COMMON, save_tokenizer
 from tests.models.tokenizers.fields import sentencepiece_source
@@ -191,6 +193,43 @@ def test_factors_of_the_rotary_embedding_stay_in_a_gguf_file(directory, tmp_path
     factors = [io.read(path).tensors["rope_freqs.weight"] for path in (first, tmp_path / "q.gguf")]
     assert len(set(factors[0].tolist())) > 1
     np.testing.assert_array_equal(*factors)
+
+
+NVFP4 = {"w": fb.quantize(normal(4, 64), "nvfp4"), "e": fb.quantize(normal(3, 4, 64), "nvfp4")}
+ONE = dataclasses.replace(NVFP4["w"], tensor_scale=jnp.ones((1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "value", "scale"),
+    [
+        ("qwen3moe", "blk.0.ffn_up_exps", NVFP4["e"], (3,)),
+        ("qwen3", "blk.0.ffn_up", NVFP4["w"], (1,)),
+        ("gemma3", "blk.0.ffn_up", ONE, None),
+        ("gemma3", "blk.0.ffn_up", NVFP4["w"], "architecture gemma3"),
+        ("qwen3", "token_embd", NVFP4["w"], "token_embd.weight of architecture qwen3"),
+    ],
+)
+def test_a_gguf_source_gets_tensor_scales_where_llama_cpp_applies_them(tmp_path, architecture, name, value, scale):
+    array = np.asarray(fb.dequantize(value))
+    with GGUFWriter(tmp_path / "in.gguf", {"general.architecture": architecture}) as writer:
+        writer.add(f"{name}.weight", array)
+    model = workflows.load(tmp_path / "in.gguf")
+    if isinstance(scale, str):
+        with pytest.raises(UnsupportedError, match=f"ignores the tensor scale of NVFP4 in .*{scale}"):
+            write_gguf(model, [(f"{name}.weight", value)], tmp_path / "out.gguf")
+        return
+    write_gguf(model, [(f"{name}.weight", value)], tmp_path / "out.gguf")
+    found = {e.name: e.shape for e in read_header(np.fromfile(tmp_path / "out.gguf", np.uint8), "").entries}
+    assert found.get(f"{name}.scale") == scale
+    np.testing.assert_array_equal(fb.dequantize(io.read(tmp_path / "out.gguf").tensors[f"{name}.weight"]), array)
+
+
+def test_a_tensor_scale_of_a_gguf_file_is_kept_for_any_architecture(tmp_path):
+    with GGUFWriter(tmp_path / "in.gguf", {"general.architecture": "gemma3"}) as writer:
+        writer.add("blk.0.ffn_up.weight", NVFP4["w"])
+    model = workflows.load(tmp_path / "in.gguf")
+    write_gguf(model, [("blk.0.ffn_up.weight", model.load("blk.0.ffn_up.weight"))], tmp_path / "out.gguf")
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "in.gguf").read_bytes()
 
 
 def test_a_fewbit_directory_of_a_gguf_model_becomes_the_same_file(written, tmp_path):

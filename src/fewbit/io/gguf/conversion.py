@@ -17,7 +17,7 @@ import numpy as np
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
-from .architectures import Architecture
+from .architectures import ARCHITECTURES, Architecture
 from .stored import Stored, stacked, stored
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -209,18 +209,35 @@ class Conversion:
         return {"gate": rows[:, :half], "up": rows[:, half:]}
 
     def _checked(self, name: str, tensor: Stored) -> Stored:
-        """The tensor with one tensor scale per expert. It is refused if llama.cpp would ignore the scale."""
-        if tensor.tensor_scale is None:
-            return tensor
-        is_applied = self.architecture.has_tensor_scales and name.startswith(("blk.", "output."))
-        if not is_applied and (tensor.tensor_scale != 1).any():
+        """The tensor with the tensor scale that llama.cpp applies, as `with_applied_scale`."""
+        architecture = self.architecture
+        return with_applied_scale(name, tensor, architecture.name, is_applied=applies_scale(architecture.name, name))
+
+
+def applies_scale(architecture: str, name: str) -> bool:
+    """Whether llama.cpp applies the tensor scale of NVFP4 in the products with a tensor of a GGUF architecture."""
+    has_scales = any(one.has_tensor_scales for one in ARCHITECTURES.values() if one.name == architecture)
+    return has_scales and name.startswith(("blk.", "output."))
+
+
+def with_applied_scale(name: str, tensor: Stored, architecture: str, *, is_applied: bool) -> Stored:
+    """The tensor with one tensor scale per expert, and without a tensor scale of 1 that llama.cpp does not read.
+
+    Raises:
+        UnsupportedError: for another tensor scale that llama.cpp ignores.
+    """
+    if tensor.tensor_scale is None:
+        return tensor
+    if not is_applied:
+        if (tensor.tensor_scale != 1).any():
             raise UnsupportedError(
-                f"llama.cpp ignores the tensor scale of NVFP4 in {name} of architecture {self.architecture.name}; keep it float, "
-                "or choose mxfp4"
+                f"llama.cpp ignores the tensor scale of NVFP4 in {name} of architecture {architecture}; keep it float, or choose "
+                "mxfp4"
             )
-        if "_exps" not in name or tensor.tensor_scale.size == len(tensor.data):
-            return tensor
-        return dataclasses.replace(tensor, tensor_scale=np.repeat(tensor.tensor_scale, len(tensor.data)))
+        return dataclasses.replace(tensor, tensor_scale=None)
+    if "_exps" not in name or tensor.tensor_scale.size == len(tensor.data):
+        return tensor
+    return dataclasses.replace(tensor, tensor_scale=np.repeat(tensor.tensor_scale, len(tensor.data)))
 
 
 def _contracted_last(value: np.ndarray | jax.Array | QArray) -> np.ndarray | jax.Array | QArray:

@@ -9,11 +9,11 @@ from typing import Any
 from ...errors import QuantError, UnsupportedError
 from ...io.files import mapped
 from ...io.gguf.blocks import why_not as why_not
-from ...io.gguf.conversion import Conversion
+from ...io.gguf.conversion import Conversion, applies_scale, with_applied_scale
 from ...io.gguf.fields import Field
 from ...io.gguf.header import read_header
 from ...io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
-from ...io.gguf.reader import gguf_package, read_gguf
+from ...io.gguf.reader import gguf_package, read_gguf, scale_name
 from ...io.gguf.stored import Stored, stored
 from ...io.gguf.vocabulary import tokenizer_fields
 from ...io.gguf.writer import GGUFWriter
@@ -155,7 +155,7 @@ def _source(model: Model, ternary: str) -> _Source:
 def _from_gguf(model: Model, ternary: str) -> _Source:
     """Everything but the model's tensors as in its file, such as the metadata and the factors of the rotary embedding."""
     header = read_header(mapped(model.path), str(model.path))
-    names = {entry.name for entry in header.entries}
+    names, architecture = {entry.name for entry in header.entries}, str(header.metadata.get("general.architecture"))
     table, derived = None, dict[str, Stored]()
     if model.config is not None:
         table = gguf_table_of(model.metadata)
@@ -169,7 +169,10 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         yield from derived.items()
         for path, value in tensors:
-            yield name(path), stored(value, f"tensor {name(path)!r}", ternary)
+            target = name(path)
+            tensor = stored(value, f"tensor {target!r}", ternary)
+            is_applied = scale_name(target) in names or applies_scale(architecture, target)
+            yield target, with_applied_scale(target, tensor, architecture, is_applied=is_applied)
 
     return _Source(header.encoded, lambda path: (name(path),), converted, header.alignment)
 
