@@ -12,6 +12,8 @@ from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.containers.container import Weight
 from fewbit.io.containers.registry import container
 from fewbit.io.containers.writer import ContainerWriter
+from fewbit.io.gguf.stored import stored
+from fewbit.io.gguf.writer import GGUFWriter
 from fewbit.recipe import PlanRow
 from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers
 
@@ -136,6 +138,17 @@ def test_weights_of_another_quantizer_count_the_bytes_that_they_take_here(tmp_pa
     model = workflows.load(tmp_path / "q")
     row = workflows.plan_model(model, recipe=recipe)["a.weight"]
     assert row.bytes_before == model.info["a.weight"].nbytes != row.bytes_after == model.load("a.weight").nbytes
+
+
+@pytest.mark.parametrize("scales", [None, [0.5], [0.5, 1.0, 2.0]], ids=["none", "one", "each"])
+def test_tensor_scales_of_experts_are_counted(tmp_path, scales):
+    q = fb.quantize(np.ones((3, 4, 64), np.float32), "nvfp4")
+    tensor_scale = None if scales is None else np.asarray(scales, np.float32)
+    with GGUFWriter(tmp_path / "m.gguf", {"general.architecture": "other"}) as writer:
+        writer.add("ffn_up_exps.weight", dataclasses.replace(stored(q, "w"), tensor_scale=tensor_scale))
+    model = workflows.load(tmp_path / "m.gguf")
+    row = workflows.plan_model(model, recipe="keep")["ffn_up_exps.weight"]
+    assert row.bytes_after == model.load("ffn_up_exps.weight").nbytes
 
 
 def edited(odd, path, edit):

@@ -207,7 +207,10 @@ def _loaded_bytes(info: TensorInfo, kind: str) -> int:
     loaded = jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
     if info.scheme is None:
         return loaded.size * loaded.dtype.itemsize
-    return jax.eval_shape(functools.partial(quantize, scheme=info.scheme), loaded).nbytes
+    nbytes = jax.eval_shape(functools.partial(quantize, scheme=info.scheme), loaded).nbytes
+    if kind == "gguf" or info.stored.startswith("MLX"):
+        return max(nbytes, info.nbytes)  # each expert of a stack may have a tensor scale of its own
+    return nbytes
 
 
 def _checked(plan: Plan, model: Model) -> Plan:
