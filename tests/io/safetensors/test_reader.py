@@ -66,6 +66,22 @@ def test_several_files_with_an_index(tmp_path):
         np.testing.assert_array_equal(checkpoint.tensors[name], want)
 
 
+def test_a_single_file_comes_before_an_index_of_other_files(tmp_path):
+    """transformers reads it, and ignores the files of an earlier save in the same directory."""
+    old, index = {name: 2 * x for name, x in X.items()}, dict.fromkeys(X, "model-00001-of-00001.safetensors")
+    path = directory(tmp_path / "m", {"model.safetensors": X, "model-00001-of-00001.safetensors": old}, index)
+    checkpoint = io.read(path)
+    np.testing.assert_array_equal(checkpoint.tensors["a.weight"], X["a.weight"])
+    assert checkpoint.notes[0].startswith("model.safetensors.index.json names other files than model.safetensors")
+    (path / "model-00001-of-00001.safetensors").unlink()
+    assert set(io.read(path).tensors) == set(X)
+
+
+def test_an_index_of_a_single_file(tmp_path):
+    checkpoint = io.read(directory(tmp_path / "m", {"model.safetensors": X}, dict.fromkeys(X, "model.safetensors")))
+    assert (set(checkpoint.tensors), checkpoint.notes) == (set(X), ())
+
+
 def test_tensors_beside_the_index_are_named_in_a_note(tmp_path):
     path = sharded(tmp_path)
     safetensors.numpy.save_file(X, path / "model-2.safetensors")

@@ -66,6 +66,7 @@ def _tagged(constant: str) -> dict[str, str]:
 def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     """Opens a directory with one safetensors file, or several and an index.
 
+    As in transformers, `model.safetensors` comes first: an index that does not name it is left over from an earlier save.
     `config.json` becomes the metadata; tokenizer, chat template, generation, processor and licence files are kept as bytes.
 
     Raises:
@@ -112,10 +113,13 @@ def _only_file(path: pathlib.Path) -> pathlib.Path:
 
 
 def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str], tuple[str, ...]]:
-    """The tensors of the index, and the `__metadata__` of its files. Last comes a note on tensors that the index omits."""
+    """The tensors of the index, and the `__metadata__` of its files. Last come notes on what is left out."""
     where = str(path / INDEX)
     weight_map = converted(parsed_object(file_text(path / INDEX, "index"), where), _Index, where).weight_map
     files = dict.fromkeys(weight_map.values())
+    if SINGLE not in files and (path / SINGLE).is_file():
+        note = f"{INDEX} names other files than {SINGLE}, which is read as transformers does; remove what is not the model's"
+        return *read_file(path / SINGLE), (note,)
     for file in files:
         if not is_plain_name(file):
             raise QuantError(f"{where} names the file {file!r}; only files of the directory itself are expected")
