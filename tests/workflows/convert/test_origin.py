@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fewbit.errors import QuantError
+from fewbit.io.orbax import OrbaxWriter
 from fewbit.workflows import load, plan_model, quantize
 from fewbit.workflows.convert.origin import record_source, recorded_source, source_of
 from fewbit.workflows.load import INSTALLED
@@ -90,3 +91,17 @@ def test_a_record_that_cannot_be_written(tmp_path):
         QuantError, match=r"out is complete, but .*\.out\.fewbit-source, .*, cannot be written: Not a directory"
     ):
         record_source(tmp_path / "file" / "out", "source.npz")
+
+
+def test_an_orbax_source_that_changed_is_refused(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    for scale in (1, 2):
+        with OrbaxWriter(tmp_path / "source", overwrite=True) as writer:
+            writer.add("w", np.full((4, 32), scale, np.float32))
+        if scale == 1:
+            source = load(tmp_path / "source")
+            quantize(source, plan_model(source, recipe=last_axis("int8")), tmp_path / "out")
+            record_source(tmp_path / "out", tmp_path / "source")
+            assert source_of([load(tmp_path / "out")]).path == tmp_path / "source"
+    with pytest.raises(QuantError, match="its bytes have changed"):
+        source_of([load(tmp_path / "out")])

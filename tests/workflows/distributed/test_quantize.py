@@ -24,6 +24,7 @@ from fewbit.io.containers.container import Weight
 from fewbit.io.containers.registry import container
 from fewbit.io.containers.writer import ContainerWriter
 from fewbit.io.gguf.imatrix import Importance, ImportanceMatrix, write_imatrix
+from fewbit.io.orbax import OrbaxWriter
 from fewbit.io.safetensors.file import array_bytes, file_header
 from fewbit.workflows.distributed import quantize as module
 from fewbit.workflows.distributed.quantize import output_files, quantize_distributed, shares
@@ -305,6 +306,19 @@ def test_a_source_that_changed_is_read_again(tmp_path, monkeypatch):
     stop_before_the_end(model, plan, tmp_path / "out", monkeypatch)
     os.utime(source, ns=(0, 0))
     assert sorted(tensors_made(model, plan, tmp_path / "out")) == sorted(model.info)
+
+
+def test_an_orbax_source_that_changed_is_read_again(tmp_path, monkeypatch):
+    pytest.importorskip("orbax.checkpoint")
+    for scale in (1, 2):
+        with OrbaxWriter(tmp_path / "in", overwrite=True) as writer:
+            writer.add("w", np.full((4, 64), scale, np.float32))
+        model = workflows.load(tmp_path / "in")
+        plan = workflows.plan_model(model, recipe="keep")
+        if scale == 1:
+            stop_before_the_end(model, plan, tmp_path / "out", monkeypatch)
+    assert tensors_made(model, plan, tmp_path / "out") == ["w"]
+    assert (np.asarray(io.read(tmp_path / "out").tensors["w"]) == 2).all()
 
 
 def failing(source: str, out: str) -> str:

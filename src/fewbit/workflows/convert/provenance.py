@@ -97,13 +97,18 @@ def versions() -> list[str]:
 
 
 def source_files(model: Model) -> list[Path]:
-    """The files that the tensors of a model are read from."""
-    return sorted(model.path.glob("*.safetensors")) if model.path.is_dir() else [model.path]
+    """The files that the tensors of a model are read from. Those of an Orbax checkpoint are all its files."""
+    if not model.path.is_dir():
+        return [model.path]
+    if model.kind == "orbax":
+        return sorted(file for file in model.path.rglob("*") if file.is_file())
+    return sorted(model.path.glob("*.safetensors"))
 
 
 def file_hashes(model: Model) -> dict[str, str]:
-    """The SHA-256 of each of these files, by name."""
-    return {file.name: file_sha256(file) for file in source_files(model)}
+    """The SHA-256 of each of these files, by its path within a directory, or its name."""
+    folder = model.path if model.path.is_dir() else model.path.parent
+    return {file.relative_to(folder).as_posix(): file_sha256(file) for file in source_files(model)}
 
 
 def value_sha256(value: Value) -> str:
