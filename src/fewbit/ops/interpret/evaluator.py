@@ -162,6 +162,18 @@ class Evaluator:
         operands = {**self.chosen.operands, **dict(zip(self._places_inside(), stand_ins, strict=True))}
         return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, operands=operands))
 
+    def reusable(self) -> tuple["Evaluator", tuple[tuple[int, ...], ...]]:
+        """An evaluator of the equation's body for later calls, and the places of the chosen products in the body.
+
+        The evaluator has no proxies for these products; `with_inside` sets those of each call.
+        """
+        if not self.has_chosen_inside():
+            return dataclasses.replace(self, is_traced=True, chosen=None), ()
+        assert self.chosen is not None
+        places = self._places_inside()
+        chosen = dataclasses.replace(self.chosen, operands=dict.fromkeys(places))
+        return dataclasses.replace(self, is_traced=True, chosen=chosen), tuple(p[: -len(self.around)] for p in places)
+
     def _places_inside(self) -> list[tuple[int, ...]]:
         """The places of the chosen products in the body of the equation whose rule is running."""
         assert self.chosen is not None

@@ -77,6 +77,30 @@ def test_calls_without_jit_compile_once_for_each_shape(piece, wrap, w, caplog):
         assert "Finished XLA compilation" in caplog.text
 
 
+@jax.jit
+def attended(x, _=None):
+    with jax.named_scope("attn"):
+        return jnp.tanh(x @ x.T) @ x, None
+
+
+PRODUCTS = {
+    "jit": lambda w, x: attended(attended(x)[0])[0],
+    "scan": lambda w, x: lax.scan(attended, x, None, length=2)[0],
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, attended, attended, x)[0],
+}
+
+
+@pytest.mark.parametrize("piece", PRODUCTS.values(), ids=PRODUCTS)
+def test_calls_with_products_that_follow_a_policy_compile_once(piece, caplog):
+    policy, x = fb.Policy("int8", "int8"), jnp.arange(16.0).reshape(2, 8)
+    recipe = fb.Recipe((fb.Rule("w", policy),), products=(fb.Rule("attn.*", policy),))
+    fn = fb.train(lambda w, x: piece(w, x) @ w["w"], recipe)
+    first = fn({"w": jnp.eye(8)}, x)
+    with jax.log_compiles():
+        np.testing.assert_array_equal(fn({"w": jnp.eye(8)}, x), first)
+        assert "Finished XLA compilation" not in caplog.text
+
+
 @pytest.mark.parametrize("scheme", ["int8", "q8_0"])
 @pytest.mark.parametrize("shape", [(40, 8), (40, 8, 4)], ids=str)
 def test_a_loop_over_the_quantized_axis_of_codes_of_whole_bytes(scheme, shape):

@@ -26,10 +26,11 @@ _PIECES = 1024  # the size of a transparent function's cache of jitted pieces; c
 def _jit(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """An inner `jit`, which stays jitted; the same function for the same body."""
     params = eqn.params
-    body, closed = evaluator.function(params["jaxpr"]), params["jaxpr"]
+    closed = params["jaxpr"]
+    within, places = evaluator.reusable()
 
-    def inner(*args: PyTree) -> list[Any]:
-        outputs = body(*map(_placed, args, params["in_shardings"]))
+    def inner(chosen: PyTree, *args: PyTree) -> list[Any]:
+        outputs = within.with_inside(chosen).function(closed)(*map(_placed, args, params["in_shardings"]))
         return list(map(_placed, outputs, params["out_shardings"]))
 
     inner.__name__ = params["name"]
@@ -37,10 +38,10 @@ def _jit(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> lis
     if options := dict(params["compiler_options_kvs"]):
         settings["compiler_options"] = options
 
-    if closed.consts or options or evaluator.has_chosen_inside():
-        return jax.jit(inner, **settings)(*values)
-    key = ("jit", closed, params["in_shardings"], params["out_shardings"], tuple(settings.items()))
-    return _cached(evaluator, key, lambda: jax.jit(inner, **settings))(*values)
+    if closed.consts or options:
+        return jax.jit(inner, **settings)(evaluator.inside(), *values)
+    key = ("jit", closed, params["in_shardings"], params["out_shardings"], tuple(settings.items()), places)
+    return _cached(evaluator, key, lambda: jax.jit(inner, **settings))(evaluator.inside(), *values)
 
 
 def _cached(evaluator: Evaluator, key: Hashable, jitted: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -57,11 +58,15 @@ def _compiled_once(rule: Rule) -> Rule:
     """The rule of a loop or of branches, jitted outside a trace: JAX would compile the new body of each call."""
 
     def run(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-        if evaluator.is_traced or evaluator.has_chosen_inside():
+        if evaluator.is_traced:
             return rule(evaluator, eqn, values)
-        within = dataclasses.replace(evaluator, is_traced=True, chosen=None)
-        key = (eqn.primitive.name, *eqn.params.items())
-        return _cached(evaluator, key, lambda: jax.jit(lambda *values: rule(within, eqn, list(values))))(*values)
+        within, places = evaluator.reusable()
+        key = (eqn.primitive.name, places, *eqn.params.items())
+
+        def jitted() -> Callable[..., list[Any]]:
+            return jax.jit(lambda chosen, *values: rule(within.with_inside(chosen), eqn, list(values)))
+
+        return _cached(evaluator, key, jitted)(evaluator.inside(), *values)
 
     return run
 
