@@ -39,3 +39,14 @@ def test_a_tile_or_a_byte_of_two_shards_is_refused():
         sharded_ready(fb.quantize(X, "int4_g32"), jax.P(None, "x"), {"x": 16})
     with pytest.raises(NoRuleError, match="codes share bytes in runs of 2; 256 shards would cut one"):
         sharded_ready(fb.quantize(X, "int4"), jax.P(None, "x"), {"x": 256})
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_shard_map_returns_an_array_that_is_cut_on_two_axes(axis):
+    mesh, spec = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4]), jax.P("a", "b")
+    q = fb.quantize(X, "int8", axis=axis)
+    there = fb.transparent(jax.shard_map(lambda w: w, mesh=mesh, in_specs=spec, out_specs=spec))(
+        q.with_sharding((mesh, spec))
+    )
+    assert there.scale.shape[axis] == 2, "a scale for each shard"
+    np.testing.assert_array_equal(fb.dequantize(there), fb.dequantize(q))

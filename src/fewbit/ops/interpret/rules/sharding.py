@@ -172,7 +172,7 @@ def _joinable_along(q: QArray, axis: int) -> QArray:
         leaf = spread(leaf, axis, q.scale.shape[axis])
         return _joinable_along(leaf, axis) if isinstance(leaf, QArray) else leaf
 
-    tiles = list(q.tiles)
+    tiles = list(q._named_tiles)  # an axis that is joined already has a tile as long as the shard
     tiles[axis] = length
     return with_leaves(q, joinable, scheme=q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis))
 
