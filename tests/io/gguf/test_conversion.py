@@ -9,7 +9,7 @@ import fewbit as fb
 from fewbit import QuantError, UnsupportedError
 from fewbit.io.gguf.blocks import LAYOUTS, qarray_from_blocks
 from fewbit.io.gguf.conversion import Conversion
-from fewbit.io.gguf.metadata import architecture_of
+from fewbit.io.gguf.metadata import architecture_fields, architecture_of
 from fewbit.io.gguf.stored import Stored
 from tests.io.gguf.test_blocks import random_blocks
 from tests.io.gguf.test_metadata import config_of
@@ -69,6 +69,19 @@ def test_rows_of_q_and_k_are_permuted_without_quantizing_again(form):
         got = values(found[f"blk.1.attn_{part}.weight"])
         np.testing.assert_array_equal(got, interleaved(want, heads) if heads else want)
     assert {t.type_name for t in found.values()} == {"F32" if form == "float" else form}
+
+
+@pytest.mark.parametrize(("family", "heads"), [("mistral", 8), ("mixtral", 8), ("smollm3", 4), ("llama", 16)])
+def test_heads_of_keys_that_config_json_omits_are_those_of_the_family(family, heads):
+    config = config_of(family, num_attention_heads=16)
+    del config["num_key_value_heads"]
+    architecture = architecture_of(config)
+    weight = normal(128, 64)
+    found = Conversion(architecture, config, gguf, architecture.is_permuted).tensors(
+        [(f"{LAYER}self_attn.k_proj.weight", weight)]
+    )
+    np.testing.assert_array_equal(values(dict(found)["blk.1.attn_k.weight"]), interleaved(weight, heads))
+    assert architecture_fields(architecture, config)[f"{architecture.name}.attention.head_count_kv"] == heads
 
 
 def test_biases_are_permuted_like_their_rows_and_float32():

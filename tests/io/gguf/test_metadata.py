@@ -9,6 +9,7 @@ from fewbit import QuantError, UnsupportedError
 from fewbit.io.gguf.architectures import ARCHITECTURES
 from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
 from fewbit.models import config_from_hf
+from fewbit.models.rope_scaling import LongRope
 from tests.io.gguf.families import COMMON, FAMILIES, LLAMA3_ROPE, YARN
 from tests.models.families.test_family import DEEPSEEK_V3
 
@@ -113,6 +114,42 @@ def test_the_factors_of_llama_3():
     assert between.size
 
 
+def test_the_original_context_of_llama_3_is_the_context_where_none_is_given():
+    rope = {key: value for key, value in LLAMA3_ROPE.items() if key != "original_max_position_embeddings"}
+    found = []
+    for given in (rope, {**rope, "original_max_position_embeddings": 256}):
+        config = config_of("llama", rope_parameters=given)
+        found.append(extra_tensors(architecture_of(config), config)["rope_freqs.weight"].values())
+    np.testing.assert_array_equal(*found)
+
+
+def test_rope_scaling_comes_before_rope_parameters():
+    config = config_of("llama", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=YARN)
+    fields = architecture_fields(architecture_of(config), config)
+    assert {key: fields[f"llama.rope.{key}"] for key in ("scaling.type", "scaling.factor", "freq_base")} == {
+        "scaling.type": "linear",
+        "scaling.factor": 2.0,
+        "freq_base": 5e5,
+    }
+    scaling = config_from_hf(config).rope_scaling
+    assert scaling is not None and scaling.kind == "linear"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"factor": 2.0}, {"attention_factor": 1.25}, {"original_max_position_embeddings": 32}],
+    ids=["context", "factor", "attention_factor", "original"],
+)
+def test_the_attention_factor_of_longrope_is_that_of_transformers(given):
+    rope = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8, **given}
+    config = config_of("phi3", rope_scaling=rope, original_max_position_embeddings=64)
+    fields = architecture_fields(architecture_of(config), config)
+    scaling = config_from_hf(config).rope_scaling
+    assert isinstance(scaling, LongRope)
+    assert fields["phi3.rope.scaling.attn_factor"] == scaling.attention_factor
+    assert fields["phi3.rope.scaling.original_context_length"] == scaling.original_context == 64
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
@@ -140,6 +177,12 @@ def test_the_factors_of_llama_3():
             "llama",
             {"rope_parameters": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0}},
             "computes the attention factor of yarn as 1.138629; config.json has 0.939",
+        ),
+        ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "config.json has truncate false"),
+        (
+            "qwen3",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5, which transformers ignores in models of qwen3",
         ),
         ("deepseek-v3", {"rope_interleave": False}, "only with rope_interleave True"),
         ("deepseek-v3", {"rms_norm_eps": 1e-5}, "only with rms_norm_eps 1e-06"),

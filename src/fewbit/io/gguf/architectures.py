@@ -106,7 +106,16 @@ _LLAMA = Architecture(
 ARCHITECTURES = {
     "llama": _LLAMA,
     "mistral": dataclasses.replace(_LLAMA, defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8}),
-    "mixtral": dataclasses.replace(_LLAMA, defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6}),
+    "mixtral": dataclasses.replace(
+        _LLAMA,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "qwen2": Architecture("qwen2", assumed={**_SILU, **_NO_WINDOW}),
     "qwen3": Architecture(
         "qwen3",
@@ -164,7 +173,7 @@ ARCHITECTURES = {
         assumed={**_GELU, "attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
         large_layers=62,
     ),
-    "phi3": Architecture("phi3", (), assumed=_SILU),
+    "phi3": Architecture("phi3", (), defaults={"original_max_position_embeddings": 4096}, assumed=_SILU),
     "olmo2": Architecture("olmo2", (), assumed={**_SILU, "attention_bias": (False,)}),
     "smollm3": Architecture(
         "smollm3",
@@ -192,7 +201,7 @@ ARCHITECTURES = {
         (*_HEAD, *_EXPERTS, ("expert_feed_forward_length", int, ("intermediate_size",)), _WINDOW),
         has_interleaved_experts=True,
         window_pattern=2,
-        defaults={"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rope_scaling": _GPT_OSS_ROPE},
+        defaults={"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},
         assumed={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
     ),
     "deepseek_v2": dataclasses.replace(

@@ -119,14 +119,19 @@ class Conversion:
         kind = next(k for k, text in self.package.MODEL_ARCH_NAMES.items() if text == self.architecture.name)
         return self.package.get_tensor_name_map(kind, int(self.config["num_hidden_layers"]))
 
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The config.json, and the values of the architecture that it omits."""
+        return {**self.architecture.defaults, **self.config}
+
     @property
     def _expert_count(self) -> int:
         names = ("num_local_experts", "num_experts", "n_routed_experts")
-        return int(next((self.config[name] for name in names if self.config.get(name)), 0))
+        return int(next((self._settings[name] for name in names if self._settings.get(name)), 0))
 
     def _is_dropped(self, name: str) -> bool:
         """Whether llama.cpp computes the tensor, or a tied head repeats the embedding."""
-        is_tied = {**self.architecture.defaults, **self.config}.get("tie_word_embeddings", False)
+        is_tied = self._settings.get("tie_word_embeddings", False)
         return _DERIVED.fullmatch(name) is not None or (name == _HEAD and bool(is_tied))
 
     def _expert_target(self, name: str, layer: str, index: str, part: str) -> str:
@@ -162,11 +167,11 @@ class Conversion:
 
     def _heads(self, name: str) -> int:
         """The heads whose rows are permuted; 0: none."""
-        heads = int(self.config["num_attention_heads"])
+        heads = int(self._settings["num_attention_heads"])
         if re.fullmatch(r"blk\.\d+\.attn_q\.(weight|bias)", name):
             return heads
         if re.fullmatch(r"blk\.\d+\.attn_k\.(weight|bias)", name):
-            return int(self.config.get("num_key_value_heads") or heads)
+            return int(self._settings.get("num_key_value_heads") or heads)
         return 0
 
     def _latent_parts(self, name: str, value: np.ndarray | jax.Array | QArray) -> Iterator[tuple[str, Stored]]:

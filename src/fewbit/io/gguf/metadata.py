@@ -80,7 +80,7 @@ def extra_tensors(architecture: Architecture, config: Mapping[str, Any]) -> dict
         return {"rope_freqs.weight": stored(_llama3_factors(rope, said), "rope_freqs.weight")}
     if kind == "longrope":
         names = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
-        return {name: stored(_factors(rope, key, said), name) for name, key in names.items()}
+        return {name: stored(_factors(architecture, rope, key, said), name) for name, key in names.items()}
     return {}
 
 
@@ -197,15 +197,15 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope parameters of full attention, from either version of config.json."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The rope parameters of full attention, from either version of config.json; which comes first is as in transformers."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     given = given.get("full_attention", given)
     converted(given, _Rope, "the rope parameters of config.json")
     theta = config.get("rope_theta") or 10000.0
     original = {}
     if config.get("original_max_position_embeddings") is not None:
         original["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    return {"rope_theta": theta, **original, **{key: value for key, value in given.items() if value is not None}}
+    return {"rope_theta": theta, **{key: value for key, value in given.items() if value is not None}, **original}
 
 
 def _rope_kind(rope: Mapping[str, Any]) -> str:
@@ -217,9 +217,8 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
     """The fields below `<architecture>.rope`."""
     rope = _rope(config)
     kind = _rope_kind(rope)
-    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
     fields: dict[str, Field] = {
-        "dimension_count": int(share * head_dim(config)),
+        "dimension_count": _rotary_dim(architecture, rope, config),
         "freq_base": float(rope["rope_theta"]),
     }
     local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
@@ -246,7 +245,7 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
         fields["scaling.original_context_length"] = original
         if kind == "longrope":
             fields["scaling.type"] = "longrope"
-            fields["scaling.attn_factor"] = _longrope_factor(config["max_position_embeddings"] / original, original)
+            fields["scaling.attn_factor"] = _longrope_factor(rope, config["max_position_embeddings"], original)
     if kind == "yarn":
         fields |= _yarn_fields(architecture, rope)
         for key in ("beta_fast", "beta_slow"):
@@ -256,13 +255,18 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
 
 
 def _yarn_fields(architecture: Architecture, rope: Mapping[str, Any]) -> dict[str, Field]:
-    """The field of what scales DeepSeek's attention. Refuses an attention factor that differs from llama.cpp's own."""
+    """The field of what scales DeepSeek's attention.
+
+    Refuses a ramp and an attention factor that differ from llama.cpp's own; gpt-oss has it round its ramp nevertheless.
+    """
     logarithm = math.log(max(float(rope["factor"]), 1.0))
     part, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
     own, given = 0.1 * logarithm + 1, rope.get("attention_factor")
     if given is None and part and all_dims:
         given = (0.1 * part * logarithm + 1) / (0.1 * all_dims * logarithm + 1)
     fields: dict[str, Field] = {}
+    if rope.get("truncate") is False and architecture.name != "gpt-oss":
+        raise UnsupportedError("llama.cpp rounds the ends of yarn's ramp to whole indices; config.json has truncate false")
     if architecture.name == "deepseek2":
         if not all_dims:
             raise UnsupportedError("llama.cpp runs yarn of DeepSeek only with mscale_all_dim; config.json has none")
@@ -273,7 +277,22 @@ def _yarn_fields(architecture: Architecture, rope: Mapping[str, Any]) -> dict[st
     return fields
 
 
-def _longrope_factor(scale: float, original: int) -> float:
+def _rotary_dim(architecture: Architecture, rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """The coordinates of a head that rotate."""
+    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
+    if share != 1 and architecture.name != "phi3":
+        raise UnsupportedError(
+            f"config.json has partial_rotary_factor {share}, which transformers ignores in models of {architecture.name}; "
+            "remove it if the whole heads rotate"
+        )
+    return int(share * head_dim(config))
+
+
+def _longrope_factor(rope: Mapping[str, Any], context: int, original: int) -> float:
+    """The factor of attention with longrope: the one given, or that of the growth of the context."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    scale = float(rope.get("factor") or context / original)
     if scale <= 1:
         return 1.0
     if original == 1:
@@ -284,7 +303,8 @@ def _longrope_factor(scale: float, original: int) -> float:
 def _llama3_factors(rope: Mapping[str, Any], config: Mapping[str, Any]) -> np.ndarray:
     """The divisor of each rotary frequency of Llama 3.1, `[head_dim / 2]`."""
     low, high = np.float64(rope.get("low_freq_factor", 1.0)), np.float64(rope.get("high_freq_factor", 4.0))
-    factor, original = float(rope.get("factor", 8.0)), float(rope.get("original_max_position_embeddings", 8192))
+    factor = float(rope.get("factor", 8.0))
+    original = float(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
     exponent = np.arange(0, head_dim(config), 2, dtype=np.float32) / head_dim(config)
     with np.errstate(all="ignore"):  # impossible numbers are refused below
         wavelength = 2 * np.pi * np.float32(rope["rope_theta"]) ** exponent
@@ -298,9 +318,8 @@ def _llama3_factors(rope: Mapping[str, Any], config: Mapping[str, Any]) -> np.nd
     return factors
 
 
-def _factors(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> np.ndarray:
-    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
-    expected = int(share * head_dim(config)) // 2
+def _factors(architecture: Architecture, rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> np.ndarray:
+    expected = _rotary_dim(architecture, rope, config) // 2
     values = rope.get(key)
     if not isinstance(values, list) or len(values) != expected:
         raise QuantError(f"config.json has {key} {values!r:.60}; expected {expected} numbers")
@@ -365,5 +384,6 @@ class _Rope(msgspec.Struct):
     mscale_all_dim: float | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
+    truncate: bool | None = None
     long_factor: list[float] | None = None
     short_factor: list[float] | None = None
