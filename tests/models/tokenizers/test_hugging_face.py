@@ -23,6 +23,30 @@ def test_files_of_hugging_face():
     assert tokenizer_from_files(generation).stop_ids == (1, 0)
 
 
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+
+
+@pytest.mark.parametrize(
+    ("of_config", "jinja", "template"),
+    [("config", b"jinja", "jinja"), ("config", None, "config"), (NAMED, None, "default"), (NAMED[:1], None, None)],
+)
+def test_the_chat_template_is_that_of_transformers(
+    tmp_path: Path, of_config: Any, jinja: bytes | None, template: str | None
+):
+    files = tokenizer_from_gguf(gguf_fields()).files()
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": of_config}
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    if jinja is not None:
+        files["chat_template.jinja"] = jinja
+    assert tokenizer_from_files(files).chat_template == template
+    transformers = pytest.importorskip("transformers")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    if template is not None:
+        assert theirs.get_chat_template() == template
+
+
 @pytest.mark.parametrize(("files", "found"), [({}, ""), ({"b.json": b"", "a.json": b""}, " among a.json, b.json")])
 def test_without_a_tokenizer_the_files_that_are_there_are_named(files: dict[str, bytes], found: str):
     with pytest.raises(QuantError, match=rf"^there is no tokenizer\.json{found}; copy it to the checkpoint$"):

@@ -18,7 +18,8 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     """Reads `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`.
 
     The stop tokens are the `eos_token` of the second and the `eos_token_id` of the third. The start tokens are those that the
-    post-processor puts before a text; `add_bos_token` of the second has the last word, as in files that llama.cpp converts.
+    post-processor puts before a text; `add_bos_token` of the second has the last word, as in files that llama.cpp converts. As in
+    transformers, `chat_template.jinja` comes before the template of the second, of which several have the one named "default".
 
     Args:
         files: the contents of a directory's small files, by name.
@@ -55,9 +56,9 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
         generation = [generation]
     known = [i for i in generation if backend.id_to_token(i) is not None]
     ids = tuple(dict.fromkeys([*(i for i in map(backend.token_to_id, stops) if i is not None), *known]))
-    template = config.chat_template or jinja
-    if not isinstance(template, str):  # a list of named templates
-        template = None
+    template = jinja or config.chat_template
+    if isinstance(template, list):
+        template = next((each.template for each in template if each.name == "default"), None)
     return Tokenizer(backend, ids, template or None, _start_ids(backend, config), "".join(_texts(config.bos_token)))
 
 
@@ -109,6 +110,13 @@ class _Token(msgspec.Struct):
     content: str
 
 
+class _Template(msgspec.Struct):
+    """The JSON schema of one of several chat templates."""
+
+    name: str
+    template: str
+
+
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -118,7 +126,7 @@ class _Config(msgspec.Struct):
     add_bos_token: bool | None = None
     bos_token: str | _Token | None = None
     eos_token: str | _Token | list[str | _Token] | None = None
-    chat_template: str | list[Any] | None = None
+    chat_template: str | list[_Template] | None = None
 
 
 class _Generation(msgspec.Struct):
