@@ -153,7 +153,8 @@ def test_lines_are_cut_at_the_window_and_end_at_the_limit():
 def test_the_context_and_the_limit_bound_the_first_line_too():
     bert = signature("input_ids", vocab_size=10, context=5)
     assert shapes(text_inputs("t", ["abcdefgh"], encode, bert, tokens=99, window=9)) == [{"input_ids": (1, 5)}]
-    assert shapes(text_inputs("t", ["abcdefgh"], encode, bert, tokens=3, window=9)) == [{"input_ids": (1, 3)}]
+    given = text_inputs("t", ["abcdefgh"], encode, bert, tokens=3, window=9)
+    assert (shapes(given), given.title) == ([{"input_ids": (1, 3)}], "3 tokens of t (a line each)")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,9 @@ def test_start_tokens_that_do_not_fit_are_refused(model, start_ids, message):
     ("arguments", "message"),
     [
         ({"window": 33}, "window is 33 tokens, more than the context of hf, 32"),
-        ({"tokens": 24, "window": 16}, "multiple of the window length, 16"),
+        ({"window": -5}, "window is -5 tokens, must be at least 1"),
+        ({"tokens": 24, "window": 16}, "tokens is 24, must be one or more whole windows of 16 tokens"),
+        ({"tokens": 0, "window": 16}, "tokens is 0, must be one or more whole windows of 16 tokens"),
         ({"tokens": 16000, "window": 16}, "16001 are needed"),
         ({"text": "no/such.txt"}, r"no text 'no/such\.txt'"),
     ],

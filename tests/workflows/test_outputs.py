@@ -160,6 +160,8 @@ def test_what_is_printed_names_the_engine_the_inputs_and_the_errors(found):
         ("vit", ["eval", "Q", "--against", "F", "--engine", "fewbit"], "cannot be run, only planned"),
         ("vit", ["compare", "F", "--chart", "c.svg"], "--chart draws perplexity"),
         ("bert", ["eval", "Q", "--against", "F", "--text", "T", "--inputs", "a.npy"], "either --inputs or --text"),
+        ("bert", ["eval", "Q", "--against", "F", "--window", "4", "--inputs", "a.npy"], "the inputs are a.npy"),
+        ("vit", ["compare", "F", "--tokens", "512"], "tokens and window cut a text, and the inputs are random numbers"),
     ],
 )
 def test_options_that_do_not_go_together(found, family, arguments, message):

@@ -150,13 +150,13 @@ def text_inputs(
     examples: list[Example] = []
     total = 0
     for line in lines:
-        ids = list(encode(line))[:window] if line.strip() else []
+        ids = list(encode(line))[: min(window, tokens)] if line.strip() else []
         if not ids:
             continue
         if examples and total + len(ids) > tokens:
             break
         total += len(ids)
-        array = _argument("input_ids", np.asarray([ids[:tokens]], np.int64), takes, title)
+        array = _argument("input_ids", np.asarray([ids], np.int64), takes, title)
         examples.append(_with_decoder_ids({"input_ids": array}, takes))
     if not examples:
         raise QuantError(f"{title} has no line with text; give one input per line")

@@ -401,14 +401,18 @@ def evaluation_windows(
         Token ids `[windows, window + 1]`: the inputs, and the token after them.
 
     Raises:
-        QuantError: when the text is too short, a window is longer than the model's context or has no room for a token of the text,
-            or a token has no logit.
+        QuantError: when the text is too short, `tokens` is not a positive multiple of the window, a window is longer than the
+            model's context or has no room for a token of the text, or a token has no logit.
     """
     runs = engine or engine_of(model, "fewbit")
     if window is not None and runs.context is not None and window > runs.context:
         raise QuantError(f"window is {window} tokens, more than the context of {model.name}, {runs.context}")
     if window is None:
         window = min(WINDOW, runs.context or WINDOW)
+    if window < 1:
+        raise QuantError(f"window is {window} tokens, must be at least 1")
+    if tokens is not None and (tokens < window or tokens % window):
+        raise QuantError(f"tokens is {tokens}, must be one or more whole windows of {window} tokens")
     tokenizer = model.readable_tokenizer()
     ids, start_ids = tokenizer.encode(text), tokenizer.start_ids
     if runs.vocab is not None:

@@ -91,8 +91,8 @@ def model_inputs(
         inputs: a `.npz` of arguments by name, a `.npy` of the main input, or a text with one input per line. None: `text`; for
             a model of tokens with a tokenizer the default text; else random inputs of a fixed seed.
         text: as for `models.find_text`, instead of `inputs`.
-        tokens: the most tokens of all lines of a text together; default 2,048.
-        window: the most tokens of a line; default 512.
+        tokens: the most tokens of all lines of a text together; default 2,048. Only for a text.
+        window: the most tokens of a line; default 512. Only for a text.
 
     Returns:
         The inputs.
@@ -103,10 +103,14 @@ def model_inputs(
     """
     if inputs is not None and text is not None:
         raise QuantError("give either --inputs or --text: exactly one of the two")
-    if inputs is not None and Path(inputs).suffix in (".npy", ".npz"):
-        return array_inputs(Path(inputs), takes)
     name = text if inputs is None else os.fspath(inputs)
-    if name is None and (model.tokenizer is None or not takes.has_text):
+    has_arrays = inputs is not None and Path(inputs).suffix in (".npy", ".npz")
+    is_random = name is None and (model.tokenizer is None or not takes.has_text)
+    if (has_arrays or is_random) and (tokens, window) != (None, None):
+        raise QuantError(f"tokens and window cut a text, and the inputs are {name or 'random numbers'}; leave them out")
+    if inputs is not None and has_arrays:
+        return array_inputs(Path(inputs), takes)
+    if is_random:
         return default_inputs(takes)
     if not takes.has_text:
         raise QuantError(f"{takes.title} takes {takes.names[0]}, not a text; pass --inputs FILE.npz or FILE.npy")
