@@ -213,7 +213,16 @@ def test_a_log_file_takes_the_lines(model, tmp_path):
 def test_a_dry_run_writes_nothing(model, tmp_path):
     assert "dry run: nothing was written" in run("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--dry-run").stdout
     assert run_json("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--dry-run")["dry_run"] is True
+    turned = run("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--dry-run", "--rotate-inputs", "o, down").stdout
+    assert "inputs of o and down" in turned
     assert not (tmp_path / "out").exists()
+
+
+@needs_tokenizers
+def test_the_command_for_a_saved_plan_can_be_pasted(model, tmp_path):
+    plan = tmp_path / "my plan.json"
+    said = run("plan", model, "-r", "int8", "--to", "compressed-tensors", "--save", plan).stdout
+    assert said.endswith(f"then: fewbit quantize {model} -o OUT --plan '{plan}' --to compressed-tensors\n")
 
 
 @needs_tokenizers

@@ -124,12 +124,21 @@ def test_an_empty_path_is_refused(command):
         (["-r", "int8", "--rotate"], "cannot be run, only planned"),
         (["-r", "int8", "--text", "pydoc"], "cannot be run, only planned"),
         (["-r", "int8", "--text", "pydoc", "--no-check"], "drop one of the two"),
+        (["--keep", "--method", "gptq"], "--method gptq chooses codes and keep changes none; drop one of the two"),
+        (["-r", "keep", "--method", "hqq"], "--method hqq chooses codes and keep changes none; drop one of the two"),
         (["--plan", "no.json"], "plan file no.json does not exist"),
     ],
 )
 def test_options_that_do_not_go_together(flat, tmp_path, options, message):
     assert message in fail("quantize", flat, "-o", tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_log_replaces_no_file_that_is_read(flat, tmp_path):
+    recipe = rules(tmp_path, {"path": ".*", "policy": None})
+    message = fail("quantize", flat, "-o", tmp_path / "out", "-r", recipe, "--log", recipe)
+    assert "which is read; name another file" in message
+    assert json.loads(recipe.read_text())
 
 
 @pytest.mark.parametrize("command", [["eval"], ["generate", "Hello"], ["compare"], ["demo"]])

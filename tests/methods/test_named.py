@@ -11,6 +11,8 @@ def test_every_method_has_its_name():
     assert method("rtn") == fb.methods.RTN()
     with pytest.raises(fb.QuantError, match="unknown method 'gptw'; did you mean 'gptq'"):
         method("gptw")
+    with pytest.raises(fb.QuantError, match=r"known: rtn, gptq, gptq_mse, awq, imatrix, hqq, qep, rounding, smoothquant$"):
+        method("nope")
 
 
 def test_a_scaling_goes_with_any_method():

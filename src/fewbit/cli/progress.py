@@ -90,14 +90,27 @@ def progress_bar(title: str, total: float) -> Iterator[Bar]:
         yield Bar(advance, lambda line: progress.console.print(line, soft_wrap=True))
 
 
-def check_log_path(path: pathlib.Path, sources: Iterable[pathlib.Path], outputs: Iterable[pathlib.Path]) -> None:
+def check_log_path(
+    path: pathlib.Path,
+    sources: Iterable[pathlib.Path],
+    outputs: Iterable[pathlib.Path],
+    read: Iterable[pathlib.Path | str | None] = (),
+) -> None:
     """Checks early where log lines are to be written. A device, such as /dev/null, is one such place.
 
+    Args:
+        path: the log.
+        sources: the models that are read.
+        outputs: what is written.
+        read: other files that are read, such as a plan; names that are no files do no harm.
+
     Raises:
-        QuantError: for a file of the sources, one that is or lies in an output, one that is not text, and one in a directory that
+        QuantError: for a file that is read, one that is or lies in an output, one that is not text, and one in a directory that
             does not exist.
     """
     real = path.resolve()
+    if real in [pathlib.Path(file).resolve() for file in read if file is not None]:
+        raise QuantError(f"log {path} would be written over {path}, which is read; name another file")
     for output in outputs:
         if output.resolve() in (real, *real.parents):
             raise QuantError(f"log {path} would be written over {output}, which is an output; name another file")

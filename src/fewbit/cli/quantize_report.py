@@ -50,6 +50,7 @@ def planned(
     rotation_seed: int | None,
     rotate_inputs: str | None = None,
     keep_scales: str | None = None,
+    method: str = NEAREST.name,
     names: Sequence[str] = (),
 ) -> tuple[Model, Plan]:
     """The source model, rotated if asked for, and its plan.
@@ -64,6 +65,8 @@ def planned(
         raise QuantError("pass exactly one of --recipe, --plan, --keep and --bits; `fewbit recipes` lists the recipes")
     if keep:
         recipe = KEEP
+    if recipe == KEEP and method != NEAREST.name:
+        raise QuantError(f"--method {method} chooses codes and keep changes none; drop one of the two")
     if rotation_seed is not None:
         if recipe == KEEP:
             raise QuantError("--rotate changes every tensor and keep changes none; drop one of the two")
@@ -71,9 +74,9 @@ def planned(
     if rotate_inputs is not None:
         if recipe == KEEP:
             raise QuantError("--rotate-inputs changes weights and keep changes none; drop one of the two")
-        opened = with_rotated_inputs(opened, tuple(rotate_inputs.split(",")))  # type: ignore[arg-type]
+        opened = with_rotated_inputs(opened, tuple(map(str.strip, rotate_inputs.split(","))))  # type: ignore[arg-type]
     if keep_scales is not None:
-        opened = with_scaled_inputs(opened, tuple(keep_scales.split(",")))  # type: ignore[arg-type]
+        opened = with_scaled_inputs(opened, tuple(map(str.strip, keep_scales.split(","))))  # type: ignore[arg-type]
     return opened, plan_model(opened, recipe=recipe, plan=plan)
 
 

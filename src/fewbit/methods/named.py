@@ -51,7 +51,7 @@ def method(name: str) -> AbstractMethod:
             f"--method {name}`, or fewbit.workflows.with_scaling and fb.methods.scaled_method"
         )
     if name not in METHODS:
-        raise QuantError(f"unknown method {name!r}; {near_names(name, (*METHODS, *SCALINGS))}")
+        raise QuantError(f"unknown method {name!r}; {near_names(name, tuple(METHODS | SCALINGS))}")
     return METHODS[name]()
 
 

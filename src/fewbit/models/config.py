@@ -252,9 +252,10 @@ class DecoderConfig:
             if getattr(self, name) not in get_args(kind):
                 raise QuantError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
         for field in ("rotated_inputs", "scaled_inputs"):
-            for name in getattr(self, field):
-                if name not in get_args(ChangedInput):
-                    raise QuantError(f"{field} has {name!r}, must be some of {', '.join(get_args(ChangedInput))}")
+            names = getattr(self, field)
+            for name in names:
+                if name not in get_args(ChangedInput) or names.count(name) > 1:
+                    raise QuantError(f"{field} has {name!r}, must be some of {', '.join(get_args(ChangedInput))}, each once")
         if self.heads % self.kv_heads:
             raise QuantError(f"kv_heads is {self.kv_heads}, must divide heads, which is {self.heads}")
         if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim > self.head_dim:

@@ -109,6 +109,8 @@ def test_large_columns_of_a_residual_stream_with_norms_on_outputs_cost_less(fami
 def test_another_product(model, unchecked):
     with pytest.raises(QuantError, match="rotated_inputs has 'up', must be some of o, down"):
         workflows.with_rotated_inputs(model, ("up",))
+    with pytest.raises(QuantError, match="rotated_inputs has 'o', must be some of o, down, each once"):
+        workflows.with_rotated_inputs(model, ("o", "o"))
 
 
 def test_scales_are_not_folded_through_a_rotation(model):

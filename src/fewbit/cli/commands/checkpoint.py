@@ -1,5 +1,6 @@
 """Commands for checkpoints: plan, quantize, convert, inspect, verify."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -108,9 +109,9 @@ def plan(
         return
     say("\n".join(plan_lines(opened, made, full=full)))
     if save is not None:
-        say(
-            f"saved as {save}, whose plan has the SHA-256 {made.sha256}; edit it, then: fewbit quantize {model} -o OUT --plan {save}"
-        )
+        command = ["fewbit", "quantize", str(model), "-o", "OUT", "--plan", str(save)]
+        command += ["--method", method] * (method != "rtn") + ["--to", to] * (to != "fewbit")
+        say(f"saved as {save}, whose plan has the SHA-256 {made.sha256}; edit it, then: {shlex.join(command)}")
 
 
 @app.command()
@@ -222,7 +223,8 @@ def quantize(
     if report:
         check_page_path(page_path(output), overwrite=overwrite, sources=[opened.path])
     if log is not None:
-        check_log_path(log, [opened.path], [output, page_path(output)])
+        read = [recipe, plan, imatrix, text, calibration_text]
+        check_log_path(log, [opened.path], [output, page_path(output)], read)
     skipped = "no process has read the whole model" if distributed else why_no_check(opened, check, text)
     if skipped is None:
         evaluation_windows(opened, find_text(text or default_text_name()).content)  # refuses a text before any work
@@ -234,6 +236,7 @@ def quantize(
         rotation_seed=rotation,
         rotate_inputs=rotate_inputs,
         keep_scales=keep_scales,
+        method=method,
         names=names,
     )
     source = prepared(to, source)
