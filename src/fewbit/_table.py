@@ -43,8 +43,8 @@ class Column:
 
 
 def output_width() -> int:
-    """The width of the terminal; `FILE_WIDTH` when the output is not a terminal."""
-    if not sys.stdout.isatty():
+    """The width of the terminal; `FILE_WIDTH` when the output is not a terminal, or closed."""
+    if sys.stdout is None or not sys.stdout.isatty():
         return FILE_WIDTH
     return shutil.get_terminal_size((FILE_WIDTH, 24)).columns
 

@@ -30,3 +30,9 @@ say("after")
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (found.stdout, found.stderr) == ("before\nafter\n", "noise\n")
+
+
+def test_a_closed_stdout_gets_nothing():
+    code = "import sys; sys.argv = ['fewbit', 'formats']; sys.stdout = None; from fewbit.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -17,7 +17,7 @@ from .._table import output_width, wrapped
 
 def say(text: str = "", *, wrap: bool = False) -> None:
     """Prints a line of a result. `wrap` wraps it at the width of a terminal."""
-    if wrap and sys.stdout.isatty():
+    if wrap and sys.stdout is not None and sys.stdout.isatty():
         text = wrapped(text, output_width())
     typer.echo(text)
 

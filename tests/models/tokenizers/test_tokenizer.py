@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from fewbit.errors import UnsupportedError
+from fewbit.errors import QuantError, UnsupportedError
 from fewbit.models import tokenizer_from_directory, tokenizer_from_files, tokenizer_from_gguf
 from tests.models.tokenizers.fields import CHATML, gguf_fields, sentencepiece_fields
 
@@ -85,3 +85,9 @@ def test_start_tokens_read_back_from_files():
     again = tokenizer_from_files(tokenizer.files())
     assert (again.start_ids, again.files()) == ((1,), tokenizer.files())
     assert b"bos_token" not in tokenizer_from_gguf(gguf_fields()).files()["tokenizer_config.json"]
+
+
+def test_bytes_that_are_no_characters_are_refused():
+    text = b"ab\xffcd".decode(errors="surrogateescape")  # as Python gives an argument of the command line
+    with pytest.raises(QuantError, match=r"the text is no UTF-8: 'ab\\udcff' ends in a byte that is no character"):
+        tokenizer_from_gguf(gguf_fields()).encode(text)

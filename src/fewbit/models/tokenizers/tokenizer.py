@@ -46,7 +46,14 @@ class Tokenizer:
 
         Returns:
             The ids.
+
+        Raises:
+            QuantError: for a text with bytes that are no UTF-8, such as an argument of the command line may have.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise QuantError(f"the text is no UTF-8: {text[: error.end]!r} ends in a byte that is no character") from error
         with without_panics():
             ids = self.backend.encode(text, add_special_tokens=False).ids
         if add_start and tuple(ids[: len(self.start_ids)]) != self.start_ids:
