@@ -119,15 +119,21 @@ def test_a_tree_that_others_wrote_is_read(tmp_path):
 
 
 def test_what_cannot_be_a_tree_or_was_changed_is_refused(tmp_path):
-    def tree_of(*names):
+    def refuse(first, name, message):
         with OrbaxWriter(tmp_path / "a") as writer:
-            for name in names:
+            writer.add(first, TENSORS["layers/0/up"])
+            with pytest.raises(QuantError, match=message):  # at once, not after all work
                 writer.add(name, X)
+            raise InterruptedError
 
-    with pytest.raises(QuantError, match="taken already"):
-        tree_of("x", "x")
-    with pytest.raises(QuantError, match=r"'x\.y' is below another tensor"):
-        tree_of("x", "x.y")
+    for first, name, message in (
+        ("x", "x.codes", r"'x\.codes' is taken already"),
+        ("x.y", "x/y/codes", "'x/y/codes' is taken already"),
+        ("x", "x.codes.z", r"'x\.codes\.z' is below another tensor"),
+        ("x.y", "x", "'x' is above another tensor"),
+    ):
+        with pytest.raises(InterruptedError):
+            refuse(first, name, message)
     assert not list(tmp_path.iterdir())
     path = write(tmp_path / "m")
     write(path, overwrite=True)

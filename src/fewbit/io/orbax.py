@@ -92,7 +92,8 @@ class OrbaxWriter(AbstractWriter):
                 )
         self._facts = dict(facts or {})
         self._records = Records()
-        self._names: set[str] = set()
+        self._places: set[str] = set()
+        self._parents: set[str] = set()
 
     @functools.cached_property
     def _spool(self) -> Spool:
@@ -100,7 +101,11 @@ class OrbaxWriter(AbstractWriter):
         return Spool(self._staged, self._journal, _ALIGNMENT)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds one tensor; QuantError for a name that is taken or empty, and for an array of no elements."""
+        """Adds one tensor.
+
+        Raises:
+            QuantError: for an array of no elements, and a name that is empty, taken, or below or above another in the tree.
+        """
         self._check_open()
         value = storable(value, name)
         if not value.size or not _parts(name):
@@ -108,21 +113,39 @@ class OrbaxWriter(AbstractWriter):
                 f"tensor {name!r} of shape {value.shape} cannot be stored: Orbax needs a name and one or more elements"
             )
         arrays = leaves(name, value) if isinstance(value, QArray) else {name: value}
-        if taken := self._names & set(arrays):
-            raise QuantError(f"tensor name {min(taken)!r} is taken already; choose another")
+        self._check_places(arrays)
         stored = {leaf: host_array(array, leaf) for leaf, array in arrays.items()}
         entry: dict[str, Any] = {"name": name}
         if isinstance(value, QArray):
             entry["quantized"] = self._records.add(name, value)
-        self._names |= set(stored)
+        self._take_places(stored)
         self._spool.add(entry, stored)
         self._progress("write", name, sum(array.nbytes for array in stored.values()))
+
+    def _check_places(self, leaves: Iterable[str]) -> None:
+        """Refuses a tensor that has no place of its own in the tree."""
+        for leaf in leaves:
+            place = _joined(leaf)
+            if place in self._places:
+                raise QuantError(
+                    f"tensor name {leaf!r} is taken already (dots and slashes are the same in a tree); choose another"
+                )
+            if place in self._parents:
+                raise QuantError(f"tensor {leaf!r} is above another tensor, which a tree of arrays cannot have")
+            if not self._places.isdisjoint(_parents(place)):
+                raise QuantError(f"tensor {leaf!r} is below another tensor, which a tree of arrays cannot have")
+
+    def _take_places(self, leaves: Iterable[str]) -> None:
+        """Records the places of tensors in the tree."""
+        for place in map(_joined, leaves):
+            self._places.add(place)
+            self._parents.update(_parents(place))
 
     def _restore(self) -> list[str]:
         """Reads what an earlier writer of the job added."""
         found = {added.entry["name"]: added for added in self._spool.restored()[-1].added}
         for name, added in found.items():
-            self._names |= set(added.arrays)
+            self._take_places(added.arrays)
             if "quantized" in added.entry:
                 self._records.restore(name, added.entry["quantized"])
         return list(found)
@@ -131,8 +154,8 @@ class OrbaxWriter(AbstractWriter):
         """Writes the tree, reads it back, and commits."""
         staged, spooled = self._staged, self._spool.batch.arrays
         names = {_joined(leaf): leaf for leaf in spooled}
-        if len(names) < len(spooled) or not names:
-            raise QuantError(f"{self.path} would have no tensors, or two whose names differ only in separators")
+        if not names:
+            raise QuantError(f"{self.path} would have no tensors; add some before the end of the block")
         checkpointer = _package(self.path).StandardCheckpointer()
         if shutil.disk_usage(staged.path).free < self._nbytes():  # its threads go on after an error, and print tracebacks
             raise staged.write_error(self._nbytes(), OSError(errno.ENOSPC, ""))
@@ -289,22 +312,20 @@ def _parts(name: str) -> list[str]:
     return [part for part in re.split(r"[./]", name) if part]
 
 
-def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Nested dicts by the parts of names.
+def _parents(place: str) -> list[str]:
+    """The paths above a path in the tree."""
+    words = place.split("/")
+    return ["/".join(words[:i]) for i in range(1, len(words))]
 
-    Raises:
-        QuantError: when a tensor has the name of another one's parent.
-    """
+
+def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Nested dicts by the parts of names."""
     root: dict[str, Any] = {}
     for name, array in arrays.items():
         *parents, last = _parts(name)
         place = root
         for parent in parents:
             place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise QuantError(f"tensor {name!r} is below another tensor, which a tree of arrays cannot have")
-        if last in place:
-            raise QuantError(f"tensor {name!r} is above another tensor, which a tree of arrays cannot have")
         place[last] = array
     return root
 
