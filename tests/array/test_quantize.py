@@ -276,6 +276,12 @@ def test_given_scales_that_are_refused(name: str, given: dict, message: str):
         fb.quantize(jnp.ones((4, 8)), name, **given)
 
 
+def test_a_tensor_scale_over_powers_of_two_is_one():
+    q = fb.quantize(jnp.array([[1.0, -3.0]]), fb.scheme({"format": "int8", "scale": "e8m0", "tensor_scale": True}))
+    assert q.tensor_scale.item() == 1
+    np.testing.assert_array_equal(fb.dequantize(q), [[1.0, -3.0]])
+
+
 @pytest.mark.parametrize("backend", ["reference", None])
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3e38, -3e38], ids=str)
 def test_the_tensor_scale_is_that_of_the_largest_finite_magnitude(odd: float, backend: str | None):

@@ -20,7 +20,7 @@ from .packing import code_capacity, pack, packed_length, unpack
 from .qarray import QArray
 from .scales import unsaturated
 from .scales.calibration import Target, Tiles, largest_magnitude
-from .scales.limits import largest_unit
+from .scales.limits import LARGEST, largest_unit
 from .scales.search.tensor_scale import TensorScaleKernels, best_tensor_scale
 from .scales.store import ScaleStore
 from .scheme import Scheme, laid_along
@@ -334,7 +334,7 @@ def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme, largest: Ar
     most = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
     if largest is None:
         largest = _largest_finite(values)
-    scale = quotient(largest, jnp.float32(bound * most))
+    scale = quotient(largest, jnp.float32(min(bound * most, LARGEST)))
     scale = jnp.minimum(scale, jnp.float32(largest_unit(scheme.format, ScaleStore(holder).largest)))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 

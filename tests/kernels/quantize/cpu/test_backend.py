@@ -175,6 +175,24 @@ def test_every_other_scheme(scheme, axis):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format": "e4m3fn", "calibration": "absmax"},
+        {"format": "e2m1", "calibration": "absmax,0.7"},
+        {"format": "nf4", "calibration": "absmax,1.5"},
+        {"format": "int4", "calibration": "minmax"},
+        {"format": "uint4", "calibration": "minmax", "zero_point": "float32"},
+        {"format": "uint8", "calibration": "absmax", "zero_point": "int8"},
+    ],
+)
+def test_ranges_under_powers_of_two(fields, axis):
+    scheme = fb.scheme({"tile": {"-1": 32}, "scale": "e8m0", **fields})
+    assert_same_bytes(hard((96, 96), axis), scheme, axis)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("scheme", ["int8", "q4_1", "nvfp4", "nf4"])
 def test_half_precision_is_widened_first(scheme, dtype):

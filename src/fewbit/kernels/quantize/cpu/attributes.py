@@ -116,11 +116,8 @@ def _rule(scheme: Scheme, tile_size: int) -> tuple[int, float, float, int, bool]
     symmetric = scheme.zero_point is None
     if not symmetric and not _is_simple_range(scheme):
         return None
-    # The kernels derive a tensor scale from the amax, for symmetric ranges.
-    if scheme.tensor_scale and (not symmetric or calibration.exceeds_amax):
-        return None
-    # The kernels round a power of two to nearest, and a range needs the next larger one.
-    if isinstance(calibration, AbsMax | MinMax) and isinstance(scheme.scale, E8M0):
+    # The kernels derive a tensor scale from the amax, for symmetric ranges. (Over powers of two it is 1.)
+    if scheme.tensor_scale and (not symmetric or calibration.exceeds_amax or isinstance(scheme.scale, E8M0)):
         return None
     if isinstance(calibration, AbsMax | MinMax) and calibration.factor >= _SMALLEST_FACTOR:
         kind = _ABSMAX if isinstance(calibration, AbsMax) else _MINMAX

@@ -40,7 +40,8 @@ INLINE V LoadedScale(const Job& job, I stored) {
   return (V)stored;
 }
 
-INLINE RoundedScale RoundScale(const Job& job, V scale, V unit) {
+// To nearest, or up: to the next larger number that can be stored.
+INLINE RoundedScale RoundScale(const Job& job, V scale, V unit, bool is_up = false) {
   const V ideal = scale;
   if (job.has_unit) scale = scale / unit;
   const V magnitude = Min(Max(Abs(scale), Same(job.smallest_scale)), Same(job.largest_scale));
@@ -61,7 +62,7 @@ INLINE RoundedScale RoundScale(const Job& job, V scale, V unit) {
     result.stored = MinifloatCode(job.scale, clipped);
   }
   result.loaded = LoadedScale(job, result.stored);
-  if (job.calibration == Calibration::kCovering) {  // up: the next larger number of each kind has the next code
+  if (is_up) {  // the next larger number of each kind has the next code
     const V value = job.has_unit ? result.loaded * unit : result.loaded;
     I is_below = (value < ideal) & (result.loaded < job.largest_scale);
     if (job.scale.kind == Kind::kMinifloat) is_below &= result.stored != 0;  // scales too small for the format stay zero
@@ -133,12 +134,18 @@ INLINE V ClippedPower(I exponent) { return PowerOfTwo(Min(Max(exponent, Same((in
 INLINE void StoreScales(const Job& job, V ideal, V low, I bits, float unit, int64_t at, int64_t count) {
   const I is_bad = bits >= kInfinityBits;
   const V safe = (Abs(ideal) < kTiny) ? Same(job.no_scale) : ideal;
-  const RoundedScale rounded = RoundScale(job, safe, Same(unit));
+  const RoundedScale rounded = RoundScale(job, safe, Same(unit), job.calibration == Calibration::kCovering);
   StoreAs(job.scale.kind, job.stored_scale, at, is_bad ? Same(StoredNan(job)) : rounded.stored, count);
   const V used = (rounded.loaded == 0.0f) ? Same(1.0f) : rounded.loaded;
   const V divisor = (V)(is_bad ? Same(kNanBits) : (I)used);
   StoreSome(job.divisors + at, divisor, count);
   if (job.has_zero) StoreSome(job.offsets + at, StoredZero(job, low, divisor, at, count), count);
+}
+
+// The scale of a range: where only powers of two can be stored, the next larger one, so that nothing in the range saturates.
+INLINE V CoveringScale(const Job& job, V scale) {
+  if (job.scale.kind != Kind::kE8M0) return scale;
+  return (scale < kTiny) ? scale : RoundScale(job, scale, Same(1.0f), true).loaded;
 }
 
 // The scales of tiles `at .. at + count`, whose ranges are at the beginning of `ranges`, by every rule but the searches.
@@ -170,6 +177,7 @@ static void Scales(const Job& job, const Ranges& ranges, float unit, int64_t at,
       const V span = high - low, half = (high * Same(0.5f) - low * Same(0.5f)) / Same(0.5f * job.range);
       const I is_whole = span <= Same(kLargest);
       ideal = is_whole ? span / Same(job.range) : half;
+      ideal = CoveringScale(job, ideal);
       const V fitting = Min(ideal, Same(job.largest_finite_step));
       if (job.zero_is_whole) {
         ideal = is_whole ? fitting : ideal;
@@ -180,7 +188,7 @@ static void Scales(const Job& job, const Ranges& ranges, float unit, int64_t at,
         low = (V)((bits >= kInfinityBits) ? Same(kNanBits) : (I)low);
       }
     } else {
-      ideal = Max((V)((I)low ^ (int32_t)0x80000000), high) / Same(job.bound);
+      ideal = CoveringScale(job, Max((V)((I)low ^ (int32_t)0x80000000), high) / Same(job.bound));
     }
     StoreScales(job, ideal, low, bits, unit, at + i, some);
   }
