@@ -1,5 +1,7 @@
 """The calling convention of qwantize: blocks on an axis of their own, floats out."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,13 @@ def test_blocks_are_those_of_the_packed_form(name: str, dim: int) -> None:
     back = fbt.dequantize_blocks(scales, quants, dim)
     assert scales.shape == (4, 64 // length)
     assert torch.equal((back if dim == -1 else back.mT).reshape(4, 64), fbt.dequantize(q))
+
+
+def test_another_packed_axis_changes_no_number() -> None:
+    W, scheme = torch.randn(4, 2, 32), fb.scheme("mxfp4")
+    known = fbt.quantize_blocks(W, scheme)
+    for ours, theirs in zip(fbt.quantize_blocks(W, dataclasses.replace(scheme, pack_axis=-2)), known, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_zero_points_are_subtracted_and_offsets_refused() -> None:

@@ -65,6 +65,22 @@ def test_transforms(product, transform):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+def test_look_ups_are_batched_by_vmap():
+    q, ids = fbt.quantize(torch.randn(12, 64), "nf4_dq"), torch.tensor([[1, 5, 3], [0, 11, 3]])
+    known = functional.embedding(ids, q)
+    assert torch.equal(func.vmap(lambda ids: functional.embedding(ids, q))(ids), known)
+    assert torch.equal(func.vmap(lambda ids: functional.embedding(ids, q), in_dims=1, out_dims=1)(ids), known)
+    twice = func.vmap(func.vmap(lambda i: functional.embedding(i, q)))(ids)
+    assert torch.equal(twice, known)
+
+    def loss(bias, ids):
+        return (functional.linear(functional.embedding(ids, q), q) + bias).square().sum()
+
+    bias = torch.randn(12)
+    per_sample = func.vmap(func.grad(loss), in_dims=(None, 0))(bias, ids)
+    torch.testing.assert_close(per_sample, torch.stack([func.grad(loss)(bias, row) for row in ids]))
+
+
 def test_the_gradient_of_a_gradient_and_forward_mode_by_autograd():
     results = []
     for decode in (lambda q: q, lambda q: q.dequantize()):

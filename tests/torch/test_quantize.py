@@ -1,5 +1,6 @@
 """fewbit.torch.quantize hands tensors to fewbit.quantize: the same bytes, for whatever scheme, calibration and search."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -86,6 +87,17 @@ def test_the_hessian_search_is_that_of_jax() -> None:
     naive = fbt.quantize(torch.tensor(W), "nvint4", method="naive")
     errors = [fbt.metrics(torch.tensor(W), q, torch.tensor(X)).output_error for q in (t, naive)]
     assert errors[0] is not None and errors[1] is not None and errors[0] < 0.95 * errors[1]
+
+
+@pytest.mark.parametrize("dim", [1, 0])
+def test_activations_meet_the_contraction_axis_whichever_axis_is_packed(dim: int) -> None:
+    W, X = torch.randn(32, 32), torch.randn(40, 32) @ torch.randn(32, 32)
+    plain = fb.scheme("mxfp4")
+    packed = dataclasses.replace(plain, pack_axis=-2)
+    known, found = (fbt.quantize(W, scheme, dim, method="hessian", X=X) for scheme in (plain, packed))
+    assert found.scheme.pack_axis != known.scheme.pack_axis
+    assert torch.equal(found.dequantize(), known.dequantize())
+    assert fbt.metrics(W, found, X) == fbt.metrics(W, known, X)
 
 
 @pytest.mark.parametrize("factor", [1e-30, 3e25])

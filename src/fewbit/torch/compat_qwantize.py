@@ -50,8 +50,8 @@ def quantize_blocks(
     blocks = W.movedim(dim, -1)
     rows = blocks.flatten(-min(2, blocks.ndim))  # [..., blocks * block]
     q = to_qarray(quantize(rows, scheme.with_tile(blocks.shape[-1]), -1, method, X))
-    fmt = q.scheme.format
-    numbers = fmt.decode(unpack(q.codes, fmt.bits, q.shape[-1], q.scheme.packing))
+    fmt, packed = q.scheme.format, q.scheme.pack_axis
+    numbers = fmt.decode(unpack(q.codes, fmt.bits, q.shape[packed], q.scheme.packing, axis=packed))
     if q.zero_point is not None:
         numbers = numbers - expanded_zero_point(q).astype(numbers.dtype)
     scales, quants = handover.tensor(scale_values(q)), handover.tensor(numbers)

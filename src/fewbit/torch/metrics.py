@@ -7,7 +7,7 @@ import torch
 
 from ..errors import QuantError
 from .qtensor import QTensor
-from .quantize import dequantize
+from .quantize import contraction_axis, dequantize
 
 _ROWS = 4096
 """The rows of activations in one matmul."""
@@ -50,7 +50,7 @@ def metrics(W: torch.Tensor, q: QTensor | torch.Tensor, X: torch.Tensor | None =
     0.1
     """
     if isinstance(q, QTensor):
-        V, axis = dequantize(q, torch.float32), q.scheme.pack_axis
+        V, axis = dequantize(q, torch.float32), contraction_axis(q.scheme, q.ndim)
     else:
         V, axis = q.float(), -1
     if V.shape != W.shape:

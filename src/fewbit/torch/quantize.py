@@ -87,7 +87,8 @@ def quantize(
     x = handover.array(w)
     if X is not None:
         H = handover.array(hessian(X, bound, W.shape))
-        q = quantize_with_hessian(x, chosen(as_scheme(scheme), method), H, axis=bound.pack_axis, rounds=rounds)
+        axis = contraction_axis(bound, W.ndim)
+        q = quantize_with_hessian(x, chosen(as_scheme(scheme), method), H, axis=axis, rounds=rounds)
     else:
         weights = None if error_weights is None else handover.array(error_weights.float())
         q = jax_quantize(x, chosen(as_scheme(scheme), method), axis=dim, error_weights=weights)
@@ -193,6 +194,15 @@ def explain(
     return ", because ".join([name, *(f"{other}: {reason}" for other, reason in reasons.items())])
 
 
+def contraction_axis(scheme: Scheme, ndim: int) -> int:
+    """The axis with tiles of more than one element, negative; the packed axis if none or several have such tiles.
+
+    A scheme may pack another axis than the one that a product sums over.
+    """
+    tiled = [axis - ndim for axis, tile in enumerate(scheme.tiles(ndim)) if tile != 1]
+    return tiled[0] if len(tiled) == 1 else scheme.pack_axis
+
+
 def hessian(X: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tensor:
     """`X^T X` of each block of columns, scaled so that its largest entry is near 1.
 
@@ -204,12 +214,13 @@ def hessian(X: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tens
     Returns:
         Float32 `[blocks, tile, tile]`, divided by a power of two; the scale of `X` changes it by rounding only.
     """
-    length = shape[scheme.pack_axis]
+    axis = contraction_axis(scheme, len(shape))
+    length = shape[axis]
     if X.ndim != 2 or X.shape[1] != length or len(X) == 0:
         raise QuantError(f"method 'hessian' needs X of shape [samples, {length}]; got {tuple(X.shape)}")
     if not torch.isfinite(X).all():
         raise QuantError("X has NaN or infinite values; it must be finite")
-    tile = scheme.tiles(len(shape))[scheme.pack_axis] or length
+    tile = scheme.tiles(len(shape))[axis] or length
     blocks = -(-length // tile)
     columns = torch.nn.functional.pad(X.double(), (0, blocks * tile - length)).reshape(len(X), blocks, tile)
     columns = columns.permute(1, 2, 0)  # [blocks, tile, samples]
@@ -311,7 +322,16 @@ def _empty_rows(ids: torch.Tensor, leaves: Sequence[torch.Tensor], form: str) ->
     return leaves[0].new_empty((*ids.shape, known.shape[1]), dtype=getattr(torch, known.dtype))
 
 
+def _batched_rows(
+    info: Any, axes: tuple[Any, ...], ids: torch.Tensor, leaves: Sequence[torch.Tensor], form: str
+) -> tuple[torch.Tensor, int]:
+    """The rows under `torch.func.vmap`, which batches the indices alone: a QTensor is constant under it."""
+    assert axes[0] is not None
+    return torch.ops.fewbit.rows(ids.movedim(axes[0], 0), leaves, form), 0
+
+
 handover.operator("rows(Tensor ids, Tensor[] leaves, str form) -> Tensor", _rows, _empty_rows)
+torch.library.register_vmap("fewbit::rows", _batched_rows, lib=handover.LIBRARY)
 
 
 def taken(q: QTensor, at: torch.Tensor) -> QTensor:
