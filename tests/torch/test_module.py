@@ -125,6 +125,15 @@ def test_nothing_changes_where_something_is_wrong() -> None:
         fbt.quantize_(net, fbt.plan(nn.Linear(64, 8), "int8"))
     with pytest.raises(fb.QuantError, match="a Plan has none"):
         fbt.quantize_(net, fbt.plan(net, "int8"), rules={".*": None})
+    with pytest.raises(fb.QuantError, match=r"0\.weight is on the meta device, which has no numbers to quantize"):
+        fbt.quantize_(nn.Sequential(nn.Linear(64, 8, device="meta")), "int8")
+
+
+def test_a_module_on_the_meta_device_has_shapes() -> None:
+    net = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 4))
+    fbt.quantize_(net, "int8")
+    y = net.to("meta")(torch.ones(3, 64, device="meta"))
+    assert (y.shape, y.device.type) == ((3, 4), "meta")
 
 
 @pytest.mark.parametrize("spatial", [1, 2])

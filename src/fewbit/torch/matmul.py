@@ -362,7 +362,8 @@ def _from_left(q: torch.Tensor, w: torch.Tensor, backend: Backend | None) -> tor
 def autocast(x: torch.Tensor) -> torch.Tensor:
     """The operand in the dtype of `torch.autocast`, if it is on."""
     kind = x.device.type
-    if x.dtype in handover.FLOATS and torch.is_autocast_enabled(kind):
+    # torch raises for a device without autocast, such as meta.
+    if x.dtype in handover.FLOATS and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
 

@@ -187,6 +187,9 @@ def _check(planned: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
         parameter = parameters[path]
         if tuple(parameter.shape) != row.shape:
             raise QuantError(f"{path} has shape {tuple(parameter.shape)}, but the plan was made for {row.shape}")
+        if parameter.is_meta:
+            advice = "load the checkpoint before, or see what becomes of each parameter by fewbit.torch.plan"
+            raise QuantError(f"{path} is on the meta device, which has no numbers to quantize; {advice}")
         # Torch has no isfinite of float8.
         numbers = parameter.float() if parameter.itemsize == 1 else parameter
         if bad := int((~torch.isfinite(numbers)).sum()):
