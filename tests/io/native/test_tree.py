@@ -219,6 +219,19 @@ def test_leaves_come_back_on_the_shardings_of_like(tmp_path):
     assert again["b"].sharding == on("x") and not again["free"].committed
 
 
+def test_like_of_eval_shape_on_an_explicit_mesh(tmp_path):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    tree = {"w": quantized("int8_g32").with_sharding((mesh, PartitionSpec("x")))}
+    like = jax.eval_shape(lambda tree: tree, tree)
+    fb.save(tmp_path / "m", tree)
+    with jax.set_mesh(mesh):
+        found = fb.load(tmp_path / "m", like)
+    same(found, tree)
+    assert found["w"].sharding == tree["w"].sharding
+    with pytest.raises(QuantError, match=r"P\('x', None\) on an abstract mesh.*; call fb.load within jax.set_mesh"):
+        fb.load(tmp_path / "m", like)
+
+
 @pytest.mark.finding(14)
 def test_what_does_not_fit_like_is_named(tmp_path):
     tree = {"layers": [{"w": Q, "b": jnp.ones(3)}], "n": 3}

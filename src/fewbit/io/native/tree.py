@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from ..._json import converted
@@ -89,7 +90,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
 
     Raises:
         QuantError: for a missing or changed directory, and naming the leaves of `like` of other path, shape, dtype or scheme, or
-            tied where the directory has different values.
+            tied where the directory has different values; for a sharding of `like` on an abstract mesh outside `jax.set_mesh`.
 
     >>> import tempfile
     >>> path = fb.save(tempfile.mkdtemp() + "/params", {"w": fb.quantize(jnp.ones((4, 64)), "int8"), "b": [jnp.ones(2)]})
@@ -296,7 +297,19 @@ def _placed(value: PyTree, like: PyTree) -> PyTree:
     sharding = getattr(like, "sharding", None)
     if sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(value)
-    return jax.device_put(value, sharding)
+    return jax.device_put(value, _on_devices(sharding))
+
+
+def _on_devices(sharding: Sharding) -> Sharding:
+    """The sharding on devices: `jax.eval_shape` of arrays on an explicit mesh gives one on an abstract mesh."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
+        return sharding
+    if jax.sharding.get_abstract_mesh() != sharding.mesh:
+        raise QuantError(
+            f"like has the sharding {sharding.spec} on an abstract mesh, which has no devices; call fb.load within jax.set_mesh, "
+            "or give like the shardings of fb.shardings_of"
+        )
+    return NamedSharding(jax.sharding.get_mesh(), sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def _filled(like: PyTree, leaves: Mapping[str, Any], stored: Mapping[str, Any], path: pathlib.Path) -> PyTree:
