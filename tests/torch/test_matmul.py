@@ -12,6 +12,8 @@ import fewbit as fb
 
 torch = pytest.importorskip("torch")
 
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
 from fewbit.kernels.qmatmul.gpu.config import DotConfig, Gpu, GpuConfig, gpu_config, splits_for, stages_for  # noqa: E402
 from fewbit.torch.matmul import padded_count  # noqa: E402
@@ -159,6 +161,22 @@ def test_torch_compile_takes_it_whole(q: "fbt.QTensor") -> None:
     assert torch.equal(y, known)
     y.sum().backward()
     assert torch.equal(model[1].bias.grad, torch.full((12,), 3.0))
+
+
+def test_sizes_that_a_compiler_takes_as_symbols() -> None:
+    """Rows of every number share a program; a QTensor that is an argument keeps the shape of its form."""
+    q = fbt.quantize(torch.randn(12, 64), "nvfp4")
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def products(x, q):
+        return x @ q.T, x @ q.transpose(0, 1)[:, :8], q.T.dequantize()
+
+    compiled = torch.compile(products, backend=counter, fullgraph=True, dynamic=True)
+    for rows in (2, 3, 5):
+        x = torch.randn(rows, 64)
+        for ours, known in zip(compiled(x, q), products(x, q), strict=True):
+            assert torch.equal(ours, known)
+    assert counter.frame_count == 1
 
 
 def test_codes_times_codes_on_a_cpu() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ..array.indexing import axes_of, indexed
 from ..errors import QuantError, UnsupportedError
-from .qtensor import DISPATCHED, VIEWS, Form, QTensor, axis_of, mapped_parts, scale_form, tiles_of
+from .qtensor import DISPATCHED, VIEWS, Form, QTensor, axis_of, lengths, mapped_parts, scale_form, tiles_of
 
 _aten = torch.ops.aten
 
@@ -50,12 +50,12 @@ def _by_operators(q: QTensor, steps: list[Any]) -> QTensor:
 
 def _views(q: QTensor, steps: tuple[Any, ...]) -> QTensor:
     """The elements at integers, slices, `...` and None."""
-    form, scale_shape = q.form, tuple(q.scale.shape)
+    form, scale_shape = q.form, lengths(q.scale)
     axes = axes_of(form.scheme, form.shape, tiles_of(form, scale_shape))
     found = indexed(form.scheme, axes, scale_shape, steps, decode="q.dequantize()[..., {}]")
 
     def on_tiles(leaf: torch.Tensor) -> Any:
-        return leaf[found.of_leaf(leaf.shape, scale_shape)]
+        return leaf[found.of_leaf(lengths(leaf), scale_shape)]
 
     parts = mapped_parts(q, on_tiles, on_tiles) | {"codes": q.codes[found.codes]}
     of_scale = scale_form(parts["scale"])
@@ -76,7 +76,7 @@ def _at_index_array(q: QTensor, indices: Sequence[Any]) -> QTensor:
         return leaf if leaf.shape[0] == 1 else leaf[index]
 
     parts = mapped_parts(q, on_tiles, on_tiles) | {"codes": q.codes[index]}
-    first, *tiles = tiles_of(form, tuple(q.scale.shape))
+    first, *tiles = tiles_of(form, lengths(q.scale))
     scheme = form.scheme.with_tiles((None if count == 1 else first, *tiles), form.scheme.pack_axis)
     shape, of_scale = (len(index), *q.shape[1:]), scale_form(parts["scale"])
     return QTensor._unchecked(parts, Form.of(scheme, shape, form.dtype, form.parts, of_scale, form.policy))

@@ -527,6 +527,11 @@ def _retyped(q: QTensor, dtype: torch.dtype | None) -> Form:
     return Form.of(f.scheme, f.shape, dtype, f.parts, f.scale, f.policy)
 
 
+def lengths(leaf: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a leaf as numbers, for which a compiler may have symbols: a form determines them."""
+    return tuple(map(int, leaf.shape))
+
+
 def axis_of(dim: int, ndim: int) -> int:
     """The axis of a number that may count from the end. IndexError, as of torch, for one out of range."""
     if not -ndim <= dim < ndim:
@@ -551,7 +556,7 @@ def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
     if order == tuple(range(q.ndim)):
         return q
     parts = mapped_parts(q, lambda leaf: leaf.permute(order), lambda scale: permuted(scale, order))
-    return QTensor._unchecked(parts, _moved(q.form, tuple(q.scale.shape), order, scale_form(parts["scale"])), is_view=True)
+    return QTensor._unchecked(parts, _moved(q.form, lengths(q.scale), order, scale_form(parts["scale"])), is_view=True)
 
 
 @functools.lru_cache(maxsize=4096)
