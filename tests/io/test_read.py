@@ -50,7 +50,15 @@ def test_a_directory_without_a_model(tmp_path):
 
 def test_a_directory_with_a_model_file_names_it(tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    with pytest.raises(QuantError, match=r"pass one of its files: tiny\.gguf"):
+    with pytest.raises(QuantError, match=r"pass one of its files or checkpoints: tiny\.gguf"):
+        io.read(tmp_path)
+
+
+def test_a_directory_of_orbax_steps_names_them(tmp_path):
+    for step in ("100", "200"):
+        (tmp_path / step).mkdir()
+        (tmp_path / step / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(QuantError, match=r"pass one of its files or checkpoints: 100, 200$"):
         io.read(tmp_path)
 
 

@@ -65,8 +65,8 @@ def _read_directory(path: pathlib.Path) -> Checkpoint:
         return with_weights(read_safetensors_directory(path))
     if is_orbax_directory(path):
         return read_orbax(path)
-    others = sorted(file.name for file in path.iterdir() if file.suffix in _SUFFIXES)
-    hint = f"; pass one of its files: {', '.join(others)}" if others else ""
+    others = sorted(one.name for one in path.iterdir() if one.suffix in _SUFFIXES or is_orbax_directory(one))
+    hint = f"; pass one of its files or checkpoints: {', '.join(others)}" if others else ""
     raise QuantError(
         f"{path} is not a model directory: it has neither a fewbit manifest, safetensors files nor an Orbax tree{hint}"
     )

@@ -13,6 +13,7 @@ import fewbit as fb
 from fewbit import QuantError, io
 from fewbit.io.atomic_directory import StagedDirectory
 from fewbit.io.gguf.blocks import LAYOUTS, qarray_from_blocks
+from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import PLAIN, stacked, stored
 from fewbit.io.gguf.writer import GGUFWriter, check_gguf_output
 from fewbit.io.journal import Journal
@@ -93,6 +94,18 @@ def test_the_same_calls_give_the_same_bytes(tmp_path, tensors):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.gguf", "two.gguf"]
     wide = write(tmp_path / "wide.gguf", tensors, alignment=128)
     assert len(gguf.GGUFReader(wide).tensors) == len(tensors) + 1
+
+
+def test_the_alignment_comes_before_its_field(tmp_path):
+    tensors = {"a": np.ones(3, np.int8), "b": np.ones(5, np.float32)}
+    with GGUFWriter(tmp_path / "m.gguf", {**FIELDS, "general.alignment": 64}) as writer:
+        for name, value in tensors.items():
+            writer.add(name, value)
+    header = read_header(np.fromfile(tmp_path / "m.gguf", np.uint8), "")
+    assert (header.alignment, [entry.offset for entry in header.entries]) == (32, [0, 32])
+    for alignment in (0, 33, 1 << 31):
+        with pytest.raises(QuantError, match=f"alignment is {alignment}, must be a power of two up to {1 << 30}"):
+            write(tmp_path / "n.gguf", tensors, alignment=alignment)
 
 
 def test_ternary_codes_can_be_written_in_base_3(tmp_path):

@@ -21,6 +21,9 @@ _STRING, _ARRAY = 8, 9
 _MAX_NESTING = 4
 _MAX_AXES = 4
 
+MAX_ALIGNMENT = 1 << 30
+"""The largest alignment that is read and written."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
@@ -179,7 +182,7 @@ class _Cursor:
 
 def _alignment(metadata: dict[str, Any], where: str) -> int:
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 30:
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
         raise QuantError(f"{where}: general.alignment is {alignment!r:.40}, must be a power of two")
     return alignment
 

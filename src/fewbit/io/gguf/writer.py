@@ -20,7 +20,7 @@ from ..output import OutputKind, check_output
 from ..shards import Progress
 from ..staged_writer import AbstractWriter
 from .fields import Field, encoded, file_header
-from .header import TensorEntry, read_header
+from .header import MAX_ALIGNMENT, TensorEntry, read_header
 from .reader import gguf_package, read_gguf, scale_name
 from .stored import Stored, stored
 
@@ -44,15 +44,15 @@ class GGUFWriter(AbstractWriter):
     Args:
         path: the file to create; missing parents are created.
         fields: the metadata; see `Field`. `general.architecture` is required.
-        alignment: the power of two that tensor offsets are multiples of.
+        alignment: the power of two that tensor offsets are multiples of; it comes before the field `general.alignment`.
         overwrite: whether a GGUF file that fewbit wrote may be replaced at the end.
         sources: files and directories that the tensors are read from, which the output must not be or be inside of.
         progress: called with ("write" or "verify", name of the tensor, its size in the file).
         journal: the journal of a job that can be resumed, as for `DirectoryWriter`.
 
     Raises:
-        QuantError: for a path that may not be written, when another process is writing it or the disk is full, and for a metadata
-            value that GGUF has no type for.
+        QuantError: for a path that may not be written, when another process is writing it or the disk is full, for a metadata value
+            that GGUF has no type for, and another alignment.
 
     >>> import tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
@@ -79,7 +79,9 @@ class GGUFWriter(AbstractWriter):
         if "general.architecture" not in fields:
             raise QuantError("the metadata lacks 'general.architecture'; name the architecture, such as 'llama'")
         self._fields = {key: encoded(value, key) for key, value in fields.items()}
-        if alignment != 32:
+        if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
+            raise QuantError(f"alignment is {alignment}, must be a power of two up to {MAX_ALIGNMENT}")
+        if alignment != 32 or "general.alignment" in fields:
             self._fields["general.alignment"] = encoded(alignment, "general.alignment")
         self._alignment = alignment
         self._entries: dict[str, TensorEntry] = {}
