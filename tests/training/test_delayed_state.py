@@ -156,6 +156,39 @@ def test_vmap_around_the_trained_function_shares_the_state():
     np.testing.assert_array_equal(own.activation.scale, amax(x, 1, 2))
 
 
+def test_vmap_within_vmap_shares_the_state_or_has_its_own():
+    trained, x = fb.train(product, recipe()), 4 * normal(2, 3, 4, 8, seed=2)
+    params = {"w": normal(8, 8, seed=3)}
+    state = fb.delayed_state(product, params, x[0, 0], recipe=recipe())
+
+    def seen(loss, *state):
+        return jax.jit(jax.grad(loss))(*state).products["w"].activation.scale
+
+    def every(state):
+        return jnp.sum(jax.vmap(jax.vmap(lambda x: trained(params, x, delayed=state)))(x))
+
+    def each(states, axes):
+        inner, outer = axes
+        one = jax.vmap(lambda state, x: trained(params, x, delayed=state), (inner, 0))
+        return jnp.sum(jax.vmap(one, (outer, 0))(states, x))
+
+    assert seen(every, state) == amax(x)
+    for count, axes, rest in ((2, (None, 0), (1, 2, 3)), (3, (0, None), (0, 2, 3))):
+        states = jax.tree.map(lambda leaf, count=count: jnp.stack([leaf] * count), state)
+        np.testing.assert_array_equal(seen(lambda s, axes=axes: each(s, axes), states), amax(x, *rest))
+
+
+def test_a_state_of_another_depth_is_refused():
+    def fn(params, x):
+        return jax.lax.scan(lambda y, w: (y @ w, None), x, params["w"])[0]
+
+    x = normal(4, 8)
+    state = fb.delayed_state(fn, {"w": normal(3, 8, 8)}, x, recipe=recipe())
+    message = r"delayed= is of another model: it has scales of shape \(3,\) for w, whose shape is \(4, 8, 8\); start with"
+    with pytest.raises(fb.QuantError, match=message):
+        fb.train(fn, recipe())({"w": normal(4, 8, 8)}, x, delayed=state)
+
+
 def test_shards_join_by_maximum():
     mesh = jax.make_mesh((2, 2), ("data", "stage"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

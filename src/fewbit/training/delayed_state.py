@@ -155,21 +155,18 @@ def _delayed(policies: Mapping[str, Policy]) -> dict[str, Policy]:
     return {name: policy for name, policy in policies.items() if policy.delayed is not None}
 
 
-def step_scales(
-    state: DelayedState | None, policies: Mapping[str, Policy], weightless: Mapping[str, Policy]
-) -> tuple[dict[str, StepScales], dict[str, StepScales]]:
+def step_scales(state: DelayedState | None, found: Resolution) -> tuple[dict[str, StepScales], dict[str, StepScales]]:
     """The delayed scales of this step, by parameter and by product without one.
 
     Args:
         state: the state; None where the caller has none.
-        policies: the policies of the parameters that are trained.
-        weightless: the policies of products without a parameter.
+        found: the recipe resolved against the function that is trained.
 
     Raises:
         QuantError: when the state is for other parameters or products.
     """
     given = state or DelayedState({})
-    need = _labels(_delayed(policies), _delayed(weightless))
+    need = _labels(_delayed(found.policies), _delayed(found.product_policies))
     have = _labels(given.products, given.weightless)
     if need != have:
         what = "there is no delayed=" if state is None else f"delayed= has them for {sorted(have)[:5]}"
@@ -178,6 +175,13 @@ def step_scales(
             "of the same function, parameters and recipe, imported from where train is (fb, frameworks.nnx or "
             "frameworks.linen), and pass it as delayed="
         )
+    for path, scales in given.products.items():
+        stack, shape = scales.weight.scale.shape, found.parameters[path].shape.shape
+        if stack != shape[: len(stack)]:
+            raise QuantError(
+                f"delayed= is of another model: it has scales of shape {stack} for {path}, whose shape is {shape}; start with "
+                "delayed_state of the same parameters"
+            )
     by_path, by_name = ({key: scales.scales for key, scales in some.items()} for some in (given.products, given.weightless))
     return by_path, by_name
 

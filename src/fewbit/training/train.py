@@ -94,7 +94,7 @@ def train(
         refuse_shared_keywords(signature, (params, *args), passed, "fb.train")
         traced = Traced.of(fn, (params, *args), kwargs)
         found = Resolution.of_traced(resolved, traced, params)
-        scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
+        scales, product_scales = step_scales(delayed, found)
         if sparsity is not None or found.sparsities:
             params = masked(params, sparsity, found.sparsities)
         labelled = (*found.policies, *found.product_policies)

@@ -104,7 +104,7 @@ def _manual_axes(x: Array) -> frozenset[str]:
 
 
 @jax.custom_batching.custom_vmap
-def _seen_by_each(magnitude: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
+def _seen_by_each(magnitude: Float[Array, "*b"], scale: Float[Array, "*c"]) -> Float[Array, "*b"]:
     return magnitude
 
 
@@ -112,8 +112,8 @@ def _seen_by_each(magnitude: Float[Array, ""], scale: Float[Array, ""]) -> Float
 def _seen_by_all(_: int, are_batched: list[bool], magnitude: Array, scale: Array) -> tuple[Array, bool]:
     has_many, has_own_scales = are_batched
     if has_many and not has_own_scales:
-        return jnp.max(magnitude, axis=0), False
-    return magnitude, has_many
+        magnitude, has_many = jnp.max(magnitude, axis=0), False
+    return _seen_by_each(magnitude, scale), has_many  # again, for a `jax.vmap` around this one
 
 
 @jax.custom_vjp
