@@ -67,7 +67,7 @@ def test_nan_and_negative_zero_are_zero():
         assert np.asarray(fmt.encode(jnp.array([jnp.nan, -0.0]))).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("step", [0.5, 2.0])
+@pytest.mark.parametrize("step", [0.5, 2.0, 2**70, 2.0**123, 2.0**-126])
 def test_step(step: float):
     stepped = Integer("stepped", 4, step=step)
     assert (stepped.max, stepped.min, stepped.bound) == (7 * step, -8 * step, 7.5 * step)
@@ -87,6 +87,15 @@ def test_step(step: float):
         ({"width": 4, "step": 0.3}, "step is 0.3, must be a power of two"),
         ({"width": 4, "step": -1.0}, "step is -1.0, must be a power of two"),
         ({"width": 4, "step": float("nan")}, "step is nan, must be a power of two"),
+        (
+            {"width": 8, "step": 2.0**120},
+            "step is 1.32.*e.36, must be a power of two whose codes are normal float32 numbers",
+        ),
+        (
+            {"width": 8, "step": 2.0**-127},
+            "step is 5.87.*e-39, must be a power of two whose codes are normal float32 numbers",
+        ),
+        ({"width": 8, "step": 10**400}, "must be a power of two whose codes are normal float32 numbers"),
     ],
     ids=str,
 )

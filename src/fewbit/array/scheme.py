@@ -208,15 +208,18 @@ class Scheme:
         return cls(**fields)
 
 
-_HOLDERS = [{"$ref": f"#/$defs/{cls.__name__}"} for cls in (*KINDS.values(), Scheme)]
-_HOLDER: Any = Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": [{"type": "string"}, *_HOLDERS]})]
+_NAMED_OR_FORMAT = [{"type": "string"}, *({"$ref": f"#/$defs/{cls.__name__}"} for cls in KINDS.values())]
+_SCALE: Any = Annotated[
+    Any, msgspec.Meta(extra_json_schema={"anyOf": [*_NAMED_OR_FORMAT, {"$ref": f"#/$defs/{Scheme.__name__}"}]})
+]
+_ZERO_POINT: Any = Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": _NAMED_OR_FORMAT})]
 
 SCHEME = form_of(
     Scheme,
     format=str | CUSTOM_FORMAT,
     tile=dict[Annotated[str, msgspec.Meta(pattern=r"^(\*|-[1-9][0-9]{0,8})$")], Positive | None],
-    scale=_HOLDER,
-    zero_point=_HOLDER | None,
+    scale=_SCALE,
+    zero_point=_ZERO_POINT | None,
     calibration=str,
     packing=PACKING,
 )
@@ -272,7 +275,7 @@ def laid_along(scheme: Scheme, axis: int | tuple[int, ...], shape: tuple[int, ..
 
 def _float_dtype(spec: DTypeLike | None, what: str) -> np.dtype:
     """The checked dtype of a scale or offset."""
-    if spec is None or (isinstance(spec, str) and spec not in _SCALE_DTYPES):
+    if spec is None or isinstance(spec, Scheme) or (isinstance(spec, str) and spec not in _SCALE_DTYPES):
         raise QuantError(f"{what} is {spec!r}; pass one of {', '.join(_SCALE_DTYPES)}, or a Format object")
     dtype = jnp.dtype(spec)
     if dtype.name not in _SCALE_DTYPES:

@@ -1,6 +1,7 @@
 """Integer formats, signed and unsigned, 1-8 bits."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ class Integer(AbstractFormat):
         width: bits per code, 1 to 8.
         signed: whether negative numbers exist.
         narrow: whether the range is "narrow"; needs a signed format of at least 2 bits.
-        step: the number of code 1, a power of two: 2**-6 for the elements of MXINT8, else 1.
+        step: the number of code 1, a power of two: 2**-6 for the elements of MXINT8, else 1. All numbers must be normal in float32.
 
     >>> int4.encode(jnp.array([-9.0, -1.0, 0.5, 1.5, 7.4])).tolist()
     [8, 15, 0, 2, 7]
@@ -46,8 +47,10 @@ class Integer(AbstractFormat):
             raise QuantError(f"format {self.name!r}: width is {self.width}, must be 1 to 8 bits")
         if self.narrow and (not self.signed or self.width < 2):
             raise QuantError(f"format {self.name!r}: the narrow range needs a signed format of at least 2 bits")
-        if not self.step > 0 or np.frexp(self.step)[0] != 0.5:
-            raise QuantError(f"format {self.name!r}: step is {self.step}, must be a power of two")
+        if not 2.0**-126 <= self.step <= 2.0 ** (127 - self.width) or math.frexp(self.step)[0] != 0.5:
+            raise QuantError(
+                f"format {self.name!r}: step is {self.step}, must be a power of two whose codes are normal float32 numbers"
+            )
 
     @property
     def bits(self) -> int:
@@ -86,7 +89,7 @@ class Integer(AbstractFormat):
     def values(self) -> np.ndarray:
         codes = np.arange(2**self.width)
         is_negative = self.signed & (codes >= 2 ** (self.width - 1))
-        return (codes - 2**self.width * is_negative) * self.step
+        return (codes - 2**self.width * is_negative) * float(self.step)
 
 
 for _bits in range(1, 9):
