@@ -1,6 +1,7 @@
 """One command from a checkpoint to a GGUF file of a given size, by GPTQ, with a report."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,8 +98,12 @@ def test_a_chosen_method_has_the_name_that_it_was_asked_for(name):
     assert methods.scaled_method(ChosenMethod(method, None, scaling).name) == (scaling, method)
 
 
-def test_names_of_outputs_and_candidates(tmp_path):
+def test_names_of_outputs_and_candidates(tmp_path, monkeypatch):
     path = tmp_path / "Qwen3-0.6B"
+    (path / "inner").mkdir(parents=True)
+    for place, given in ((path, "."), (path / "inner", "..")):
+        monkeypatch.chdir(place)
+        assert str(default_output(Path(given), "nf4", None, None, "rtn", "fewbit")) == "Qwen3-0.6B-nf4"
     assert str(default_output(path, None, None, 4.25, "gptq", "gguf")) == "Qwen3-0.6B-4.25bit-gptq.gguf"
     assert str(default_output(path.with_suffix(".6B.gguf"), "nf4", None, None, "rtn", "fewbit")) == "Qwen3-0.6B-nf4"
     assert str(default_output(path, str(tmp_path / "mine.json"), None, None, "rtn", "fewbit")) == "Qwen3-0.6B-mine"

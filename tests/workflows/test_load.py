@@ -1,5 +1,7 @@
 """Any checkpoint becomes a model: with its network where it is known, as flat tensors where not."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -122,6 +124,23 @@ def test_ranges_of_a_cache_and_biases_of_zeros_are_left_out(tmp_path):
     assert model.why_not_run == "" and list(model.info) == list(models.shapes(model.config))
     llama_directory(tmp_path, changed={f"{layer}mlp.up_proj.bias": wide + 1})
     assert "'model.layers.0.mlp.up_proj.bias' is layers/0/mlp/up_bias" in workflows.load(directory).why_not_run
+
+
+def test_a_model_is_called_by_its_directory_however_it_is_given(tmp_path, monkeypatch):
+    io.write(tmp_path / "net", {"w": np.ones((4, 32), np.float32)})
+    (tmp_path / "net-other").mkdir()
+    for place, given in (("net", "."), ("net-other", "../net"), (".", "net/")):
+        monkeypatch.chdir(tmp_path / place)
+        assert workflows.load(given).name == "net"
+
+
+def test_a_name_that_is_no_utf8_can_be_written(tmp_path):
+    path = tmp_path / os.fsdecode(b"net\xff.npz")
+    np.savez(path, w=np.ones((4, 32), np.float32))
+    model = workflows.load(path)
+    assert model.name == "net\ufffd.npz"
+    facts = io.read(workflows.quantize(model, workflows.plan_model(model, recipe="keep"), tmp_path / "out").path).facts
+    assert (facts["source"]["name"], list(facts["source"]["sha256"])) == (model.name, [model.name])
 
 
 def test_a_missing_path_says_so(tmp_path):

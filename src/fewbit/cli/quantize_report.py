@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -193,7 +194,7 @@ def candidate_names(bits: float | None, candidates: str | None, to: str = "fewbi
 
 def default_output(model: Path, recipe: str | None, plan: Path | None, bits: float | None, method: str, to: str) -> Path:
     """The default output, in the working directory. Its name consists of the model's name and of what is done to it."""
-    name = re.sub(r"\.(gguf|safetensors|npz)$", "", model.name)
+    name = re.sub(r"\.(gguf|safetensors|npz)$", "", os.path.basename(os.path.abspath(model)))
     done = (recipe or "keep").replace("/", "-")  # maxtext/int8
     if plan is not None or done.endswith(".json"):
         done = Path(plan or recipe or "").stem

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The last component of its path."""
-        return self.path.name
+        """The last component of its path, also for `.`. Bytes that are no UTF-8 become U+FFFD, for files have the name."""
+        return os.fsencode(os.path.basename(os.path.abspath(self.path))).decode(errors="replace")
 
     @property
     def architecture(self) -> str:

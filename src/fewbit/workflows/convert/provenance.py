@@ -106,9 +106,10 @@ def source_files(model: Model) -> list[Path]:
 
 
 def file_hashes(model: Model) -> dict[str, str]:
-    """The SHA-256 of each of these files, by its path within a directory, or its name."""
-    folder = model.path if model.path.is_dir() else model.path.parent
-    return {file.relative_to(folder).as_posix(): file_sha256(file) for file in source_files(model)}
+    """The SHA-256 of each of these files, by its path within a directory, or the model's name."""
+    if not model.path.is_dir():
+        return {model.name: file_sha256(model.path)}
+    return {file.relative_to(model.path).as_posix(): file_sha256(file) for file in source_files(model)}
 
 
 def value_sha256(value: Value) -> str:
