@@ -127,6 +127,8 @@ def test_nothing_changes_where_something_is_wrong() -> None:
         fbt.quantize_(net, fbt.plan(net, "int8"), rules={".*": None})
     with pytest.raises(fb.QuantError, match=r"0\.weight is on the meta device, which has no numbers to quantize"):
         fbt.quantize_(nn.Sequential(nn.Linear(64, 8, device="meta")), "int8")
+    with pytest.raises(fb.QuantError, match=r"0\.weight, 0\.bias: lazy parameters have no shape yet"):
+        fbt.plan(nn.Sequential(nn.LazyLinear(8)), "int8")
 
 
 def test_a_module_on_the_meta_device_has_shapes() -> None:

@@ -112,3 +112,13 @@ def test_under_a_policy_there_are_first_derivatives_in_reverse_mode():
         func.jvp(layer, (x,), (x,))
     with pytest.raises(UnsupportedError, match="first derivatives only"):
         func.grad(lambda x: func.grad(loss)(x).square().sum())(x)
+
+
+def test_gradients_at_random_are_refused_by_name():
+    layer, x = torch.nn.Linear(64, 16), torch.randn(5, 64)
+    fbt.quantize_(layer, "te_nvfp4")
+    y = layer(x.requires_grad_())
+    with pytest.raises(
+        UnsupportedError, match=r"gradients at random \(as nvfp4_absmax\), by a key that products of torch lack"
+    ):
+        y.sum().backward()

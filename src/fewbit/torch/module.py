@@ -50,7 +50,7 @@ def plan(module: nn.Module, recipe: RecipeLike, *, rules: Rules = ()) -> Plan:
         The plan, a row for each of `named_parameters()`.
 
     Raises:
-        QuantError: for a rule that matches nothing and is not optional, or an unknown recipe.
+        QuantError: for a rule that matches nothing and is not optional, an unknown recipe, or lazy parameters.
 
     >>> from torch import nn
     >>> for row in plan(nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8)), "int4_g32"):
@@ -66,6 +66,8 @@ def plan(module: nn.Module, recipe: RecipeLike, *, rules: Rules = ()) -> Plan:
             f"recipe {resolved.name!r} has rules for products without a parameter, which torch modules do not support"
         )
     parameters = dict(module.named_parameters())
+    if lazy := [name for name, parameter in parameters.items() if nn.parameter.is_lazy(parameter)]:
+        raise QuantError(f"{', '.join(lazy[:5])}: lazy parameters have no shape yet; call the module on an input before")
     roles, refused = _roles(module)
     found = make_plan(None, {name: _abstract(p) for name, p in parameters.items()}, recipe=resolved, roles=roles)
     rows = {row.path: row for row in found}
@@ -90,7 +92,7 @@ def quantize_(module: nn.Module, recipe: RecipeLike | Plan, *, rules: Rules = ()
         The plan; it prints as a table of every parameter and how it is quantized, or why not.
 
     Raises:
-        QuantError: as `plan`; for a plan of another module, or a parameter with NaN or infinite values.
+        QuantError: as `plan`; for a plan of another module, or a parameter with NaN or infinite values or on the meta device.
         UnsupportedError: for a policy with delayed scaling, or if no backend supports the module's device.
 
     >>> from torch import nn

@@ -144,6 +144,10 @@ def _save(ctx: Any, operation: Operation, x: torch.Tensor, tensors: Sequence[tor
 
 def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     """The gradient of `x`, and none of all other arguments."""
+    policy = form_of(ctx.operation.settings[0]).policy
+    if policy is not None and policy.dlhs.needs_key and policy.dlhs.gradient is not None:
+        reason = f"it rounds or rotates gradients at random (as {policy.dlhs.gradient.name}), by a key that products of torch lack"
+        raise UnsupportedError("the gradient of a product under a policy", {"policy": f"{reason}; train with it in JAX"})
     tensors, x = ctx.saved_tensors, None
     if ctx.operation.reads_x:
         *tensors, x = tensors
