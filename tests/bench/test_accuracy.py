@@ -246,3 +246,9 @@ def test_whispers_file_and_filters():
     np.testing.assert_allclose(filters[40:].sum(1) * 40, 1, atol=0.1)  # bins of 40 Hz
     tone = np.sin(2 * np.pi * 1000 * np.arange(30 * whisper.RATE) / whisper.RATE)
     assert whisper.log_mel(tone)[:, 100].argmax() == filters[:, 25].argmax()
+
+
+def test_the_picture_of_the_gain_has_the_saved_numbers():
+    row = saved(table="nvfp4", weights="gaussian", tile=16)
+    drawn = re.findall(r">(\d\.\d{3})</text>", (ROOT / "docs" / "images" / "scales-gain.svg").read_text())
+    assert drawn == [f"{row[name]:.3f}" for name in ("naive", "four over six", "cheap6", "optimal", "continuous")]

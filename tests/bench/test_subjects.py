@@ -29,3 +29,6 @@ def test_a_failure_is_told_when_all_have_run(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench", "--only", "qmatmul"])
     runs.clear()
     assert bench.main() == 1 and runs == [["bench.qmatmul"]]
+    monkeypatch.setattr(sys, "argv", ["bench", "--only", "integers", "--isa", "avx2", "--machine", "small", "--save"])
+    runs.clear()
+    assert bench.main() == 1 and runs == [["bench.integers", "--isa", "avx2", "--machine", "small", "--save"]]
