@@ -149,6 +149,13 @@ def test_a_weight_without_rows(name):
     assert q.shape == (0, K) and jax.tree.structure(q) == jax.tree.structure(fb.quantize(jnp.zeros((0, K)), name))
 
 
+def test_an_all_zero_block_leaves_quantized_scales_alone():
+    w, x = 2.0**-12 * weight(N, K).at[1].set(0), inputs()
+    q = clipped(w, fb.scheme("nf4_dq"), moments(x))
+    assert np.all(np.asarray(fb.dequantize(q))[1] == 0)
+    assert output_error(q, w, x) < output_error(fb.quantize(w, "nf4_dq"), w, x)
+
+
 def test_what_is_refused():
     with pytest.raises(fb.QuantError, match=r"grid is 0, must be 1 or more"):
         AWQScaling(grid=0)

@@ -174,6 +174,9 @@ def quantize_clipped(
     bound = start.scheme
     scale = view.restored_tiles(scale)
     if isinstance(bound.scale, Scheme):
+        elements, within = blocked(x.astype(jnp.float32), start.tiles)
+        amax = jnp.max(jnp.abs(elements), axis=within).reshape(scale.shape)
+        scale = jnp.where(amax > 0, scale, 0.0)  # a float scale of 1 for an all-zero block would widen the range
         scale = quantize(scale, bound.scale, axis=bound.pack_axis)
     q = dataclasses.replace(start, scale=scale, zero_point=jax.tree.map(view.restored_tiles, zero_point))
     codes, _ = rounded(bound.format, x.astype(jnp.float32), expanded_scale(q), expanded_offset(q))
