@@ -92,7 +92,9 @@ def test_what_does_not_go_with_bits(tmp_path):
     assert "is no report of fewbit" in refused and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["rtn", "awq", "smoothquant", "smoothquant+gptq", "awq+gptq"])
+@pytest.mark.parametrize(
+    "name", ["rtn", "awq", "smoothquant", "smoothquant+gptq", "awq+gptq", "qep+gptq_mse", "awq+qep+gptq_mse"]
+)
 def test_a_chosen_method_has_the_name_that_it_was_asked_for(name):
     scaling, method = methods.scaled_method(name)
     assert methods.scaled_method(ChosenMethod(method, None, scaling).name) == (scaling, method)

@@ -16,7 +16,7 @@ from ..errors import QuantError, UnsupportedError
 from ..evaluate.report.page import save_page
 from ..io.output import OutputKind, check_output
 from ..methods import AbstractScaling, IMatrix, scaled_method
-from ..methods.named import scaled_name
+from ..methods.named import method_name, scaled_name
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from ..workflows.convert.targets import default_candidates, refusals
@@ -136,7 +136,7 @@ class ChosenMethod:
     @property
     def name(self) -> str:
         """The name of the scaling and the method, as `scaled_method` takes it."""
-        return scaled_name(self.scaling and self.scaling.name, self.method.name)
+        return scaled_name(self.scaling and self.scaling.name, method_name(self.method))
 
 
 def chosen_method(
