@@ -12,6 +12,7 @@ from fewbit import io, workflows
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.evaluate.metrics import sqnr_db
 from fewbit.io.containers import reader, registry
+from fewbit.io.gguf.writer import GGUFWriter
 from fewbit.workflows.convert import targets
 from fewbit.workflows.tensors import worst
 from tests.io.containers.simple import Simple
@@ -51,6 +52,30 @@ def test_a_quantized_model_keeps_its_names_config_and_files(tmp_path):
     direct = workflows.quantize(model, plan, tmp_path / "d", to="hf").tensors
     written = io.read(tmp_path / "d").tensors[name]
     assert next(one.sqnr_db for one in direct if one.path == result.path) == sqnr_db(source.tensors[name], written)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "is_refused"),
+    [("gemma3", "nvfp4", True), ("gemma3", "mxfp4", False), ("qwen3", "nvfp4", False)],
+)
+def test_a_tensor_scale_that_llama_cpp_ignores_is_refused_before_work(tmp_path, architecture, scheme, is_refused):
+    with GGUFWriter(tmp_path / "in.gguf", {"general.architecture": architecture}) as writer:
+        for name, shape in (("token_embd", (4, 64)), ("blk.0.ffn_up", (4, 64))):
+            writer.add(f"{name}.weight", np.ones(shape, np.float32))
+    model = workflows.load(tmp_path / "in.gguf")
+    plan = workflows.plan_model(
+        model, recipe={"rules": [{"path": "blk.*", "policy": scheme, "axis": -1}, {"path": ".*", "policy": None}]}
+    )
+    message = (
+        "cannot be stored exactly: llama.cpp ignores the tensor scale of NVFP4 in blk.0.ffn_up.weight of architecture gemma3"
+    )
+    if not is_refused:
+        targets.check_target("gguf", model, plan)
+        assert targets.refusals("gguf", model, plan) == {}
+        return
+    with pytest.raises(UnsupportedError, match=message):
+        targets.check_target("gguf", model, plan)
+    assert list(targets.refusals("gguf", model, plan)) == ["blk.0.ffn_up.weight"]
 
 
 @needs_tokenizers

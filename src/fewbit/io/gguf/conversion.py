@@ -225,6 +225,11 @@ def applies_scale(architecture: str, name: str) -> bool:
     return has_scales and name.startswith(("blk.", "output."))
 
 
+def ignored_scale(name: str, architecture: str) -> str:
+    """The message for a tensor scale that llama.cpp does not apply."""
+    return f"llama.cpp ignores the tensor scale of NVFP4 in {name} of architecture {architecture}; keep it float, or choose mxfp4"
+
+
 def with_applied_scale(name: str, tensor: Stored, architecture: str, *, is_applied: bool) -> Stored:
     """The tensor with one tensor scale per expert, and without a tensor scale of 1 that llama.cpp does not read.
 
@@ -235,10 +240,7 @@ def with_applied_scale(name: str, tensor: Stored, architecture: str, *, is_appli
         return tensor
     if not is_applied:
         if (tensor.tensor_scale != 1).any():
-            raise UnsupportedError(
-                f"llama.cpp ignores the tensor scale of NVFP4 in {name} of architecture {architecture}; keep it float, or choose "
-                "mxfp4"
-            )
+            raise UnsupportedError(ignored_scale(name, architecture))
         return dataclasses.replace(tensor, tensor_scale=None)
     if "_exps" not in name or tensor.tensor_scale.size == len(tensor.data):
         return tensor

@@ -1,6 +1,7 @@
 """Writes a model as a GGUF file, as llama.cpp reads it."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from ...errors import QuantError, UnsupportedError
 from ...io.files import mapped
 from ...io.gguf.blocks import why_not as why_not
-from ...io.gguf.conversion import Conversion, applies_scale, with_applied_scale
+from ...io.gguf.conversion import Conversion, applies_scale, ignored_scale, with_applied_scale
 from ...io.gguf.fields import Field
 from ...io.gguf.header import read_header
 from ...io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
@@ -120,17 +121,36 @@ def why_not_model(model: Model) -> str | None:
     return None
 
 
+def why_not_scaled(model: Model, paths: Iterable[str]) -> dict[str, str]:
+    """Why tensors cannot be stored with a tensor scale.
+
+    Args:
+        model: a model that can be written as a GGUF file.
+        paths: those of the tensors.
+
+    Returns:
+        The reasons, by the paths of the tensors that cannot.
+    """
+    source = _source(model, "TQ2_0")
+    names = {path: next((name for name in source.targets(path) if not source.applies_scale(name)), None) for path in paths}
+    return {path: ignored_scale(name, source.architecture) for path, name in names.items() if name is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Source:
     """What a GGUF file takes from a model.
 
     Attributes:
+        architecture: its name in GGUF.
+        applies_scale: whether llama.cpp applies the tensor scale of a tensor of a name in the file.
         fields: the metadata.
         targets: gives the names in the file of the tensors that have a part of the tensor of a path.
         converted: gives the tensors of the file from those of the model.
         alignment: of the tensors in the file.
     """
 
+    architecture: str
+    applies_scale: Callable[[str], bool]
     fields: Mapping[str, Field]
     targets: Callable[[str], tuple[str, ...]]
     converted: Callable[[Iterable[tuple[str, Value]]], Iterator[tuple[str, Stored]]]
@@ -166,15 +186,17 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
     def name(path: str) -> str:
         return path if path in names or table is None else table.name(path)
 
+    def is_applied(target: str) -> bool:
+        return scale_name(target) in names or applies_scale(architecture, target)
+
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         yield from derived.items()
         for path, value in tensors:
             target = name(path)
             tensor = stored(value, f"tensor {target!r}", ternary)
-            is_applied = scale_name(target) in names or applies_scale(architecture, target)
-            yield target, with_applied_scale(target, tensor, architecture, is_applied=is_applied)
+            yield target, with_applied_scale(target, tensor, architecture, is_applied=is_applied(target))
 
-    return _Source(header.encoded, lambda path: (name(path),), converted, header.alignment)
+    return _Source(architecture, is_applied, header.encoded, lambda path: (name(path),), converted, header.alignment)
 
 
 def _from_hugging_face(
@@ -197,4 +219,5 @@ def _from_hugging_face(
         yield from extra_tensors(architecture, config).items()
         yield from conversion.tensors((names.get(path, path), value) for path, value in tensors)
 
-    return _Source(fields, lambda path: conversion.targets(names.get(path, path)), converted)
+    applies = functools.partial(applies_scale, architecture.name)
+    return _Source(architecture.name, applies, fields, lambda path: conversion.targets(names.get(path, path)), converted)

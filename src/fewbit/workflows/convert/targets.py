@@ -32,7 +32,7 @@ from ...recipe.quantize_row import quantized_leaf
 from ...recipe.role import Role
 from ...recipe.rows import PlanRow
 from ..model import Model, Value, decoded, is_kept
-from .gguf import why_not_model, write_unfinished
+from .gguf import why_not_model, why_not_scaled, write_unfinished
 from .hugging_face import as_hugging_face
 
 Values = Iterable[tuple[str, Value]]
@@ -128,13 +128,17 @@ def refusals(to: str, model: Model, plan: Plan) -> dict[str, str]:
         model: the source, as `prepared` gives it.
         plan: its plan.
     """
-    found, paths = {}, {model.names.get(path, path): path for path in model.info}
     if to not in ("gguf", *(one.name for one in CONTAINERS)):
         return {}
+    found, paths = {}, {model.names.get(path, path): path for path in model.info}
     for weight in planned_weights(model, plan)[0]:
         reason = why_not_type(weight.scheme, weight.shape) if to == "gguf" else container(to).refusal(weight)
         if reason is not None:
             found[paths[weight.name]] = reason
+    scaled = [row.path for row in plan if row.policy is not None and row.policy.weight.tensor_scale]
+    scaled = [path for path in scaled if path not in found and not is_kept(plan[path], model.info[path])]
+    if to == "gguf" and scaled:
+        found |= why_not_scaled(model, scaled)
     return found
 
 
@@ -198,13 +202,13 @@ def _writer(to: str, job: Job) -> DirectoryWriter | OrbaxWriter | ContainerWrite
 def _check_gguf(model: Model, plan: Plan) -> None:
     """Refuses a model or weights that GGUF cannot store.
 
-    llama.cpp has no architecture for the model, or GGUF no type for a weight.
+    llama.cpp has no architecture for the model, GGUF no type for a weight, or llama.cpp would ignore its tensor scale.
     """
     if (reason := why_not_model(model)) is not None:
         raise UnsupportedError(reason)
-    for weight in planned_weights(model, plan)[0]:
-        if (reason := why_not_type(weight.scheme, weight.shape)) is not None:
-            raise UnsupportedError(f"{weight.name} cannot be stored exactly: {reason}")
+    if refused := refusals("gguf", model, plan):
+        path, reason = next(iter(refused.items()))
+        raise UnsupportedError(f"{model.names.get(path, path)} cannot be stored exactly: {reason}")
 
 
 def prepared(to: str, model: Model) -> Model:
