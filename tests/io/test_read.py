@@ -91,6 +91,17 @@ def test_infinity_in_the_config_of_transformers(tmp_path, constant):
     assert io.read(tmp_path).metadata == {"time_step_limit": [0.0, {"__float__": constant}]}
 
 
+@pytest.mark.parametrize("section", ["null", "{}"])
+def test_an_empty_section_is_none(section, tmp_path):
+    """Float checkpoints may have one; the writer of a fewbit directory adds its own."""
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    save_file({"w": np.ones((4, 32), np.float32)}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text(f'{{"a": 1, "quantization_config": {section}}}')
+    found = io.read(tmp_path)
+    assert found.metadata == {"a": 1}
+    io.write(tmp_path / "out", found.tensors, config=found.metadata)
+
+
 @pytest.mark.parametrize(
     ("codes", "scale"),
     [
@@ -103,8 +114,9 @@ def test_codes_that_no_section_describes_are_refused(codes, scale, tmp_path):
     """Nobody knows their layout: an AWQ directory whose settings lie in quant_config.json alone, say."""
     save_file = pytest.importorskip("safetensors.numpy").save_file
     save_file({**codes, scale: np.ones(8, np.float32)}, str(tmp_path / "model.safetensors"))
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UnsupportedError, match=f"{scale}'.*quantization_config"):
-        io.read(tmp_path)
+    for config in ('{"model_type": "llama"}', '{"quantization_config": null}', '{"quantization_config": {}}'):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(UnsupportedError, match=f"{scale}'.*quantization_config"):
+            io.read(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "theirs"}}')
     assert set(io.read(tmp_path).tensors) == {*codes, scale}

@@ -18,7 +18,7 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the quantized weights of its container as QArrays.
 
     `metadata` loses the section that describes them, and `notes` says which container it is. A directory without such a
-    section comes back unchanged.
+    section comes back unchanged, but for a section that is null or empty, which `metadata` loses too.
 
     Args:
         checkpoint: a Hugging Face directory, its tensors as stored.
@@ -28,6 +28,9 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
         UnsupportedError: for a variant of the container that has no scheme, or codes that no section describes.
     """
     checkpoint = _with_hashes(checkpoint)
+    if not checkpoint.metadata.get(_SECTION, True):
+        stated = {key: value for key, value in checkpoint.metadata.items() if key != _SECTION}
+        checkpoint = dataclasses.replace(checkpoint, metadata=stated)
     found = next((one for one in CONTAINERS if one.recognises(checkpoint.metadata, checkpoint.tensors)), None)
     if found is None:
         _check_no_codes(checkpoint)
@@ -39,6 +42,7 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, tensors=tensors, metadata=metadata, notes=notes)
 
 
+_SECTION = "quantization_config"
 _SCALES = ("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
 """The last part of a scale's name, in the containers of other programs."""
 _CODES = ("int8", "uint8", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -47,7 +51,7 @@ _CODES = ("int8", "uint8", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "f
 def _check_no_codes(checkpoint: Checkpoint) -> None:
     """Refuses codes with scales of their own that no section describes; read as numbers they would be something else."""
     info = checkpoint.tensors.info
-    if "quantization_config" in checkpoint.metadata:
+    if _SECTION in checkpoint.metadata:
         return  # a container that is not known; it can be inspected, and planning refuses it
     for name, entry in info.items():
         module, _, part = name.rpartition(".")
