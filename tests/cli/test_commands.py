@@ -10,6 +10,7 @@ from fewbit import FORMATS, RECIPES, SCHEMES, Recipe, io, recipe
 from fewbit.cli.commands import app
 from fewbit.evaluate.report.template import MARKER
 from fewbit.models import is_installed
+from fewbit.workflows.load import INSTALLED
 from tests.nets.checkpoints import needs_glassllm
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 
@@ -340,6 +341,12 @@ def test_verify_finds_a_changed_byte(tmp_path):
     data[-1] ^= 1
     shard.write_bytes(data)
     assert "was changed since it was written" in run("verify", tmp_path / "out", status=1).stdout
+
+
+def test_verify_takes_the_names_of_installed_models(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", x=np.ones((8, 64), np.float32))
+    monkeypatch.setitem(INSTALLED, "smollm2", lambda: tmp_path / "a.npz")
+    assert run("verify", "smollm2").stdout == "smollm2: 0 errors, 0 warnings\n"
 
 
 def test_help_says_that_weights_are_dequantized():

@@ -388,9 +388,10 @@ def inspect(path: ModelPath, json: Json = False) -> None:
 def verify(path: ModelPath, json: Json = False) -> None:
     """Reads every byte of a stored model and reports errors. Exit status 1 when it finds errors."""
     from ...io.native.verify import verify as verified
+    from ...workflows.load import INSTALLED, is_installed_name
     from ..console import emit_json, say
 
-    findings = verified(path)
+    findings = verified(INSTALLED[str(path)]() if is_installed_name(path) else path)
     errors = sum(finding.severity == "error" for finding in findings)
     if json:
         emit_json({"path": str(path), "errors": errors, "findings": findings})
