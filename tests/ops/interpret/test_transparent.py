@@ -270,6 +270,24 @@ def test_fallback_is_checked():
         fb.transparent(lambda w: w, fallback="decode")
 
 
+def test_a_function_with_a_derivative_rule_takes_numbers_of_python():
+    @jax.custom_vjp
+    def scaled(w, x, factor, is_negative):
+        return jnp.where(is_negative, -factor, factor) * (x @ w)
+
+    def backward(saved, g):
+        w, x, factor = saved
+        return 7 * x.T @ g, factor * g @ w.T, None, None
+
+    scaled.defvjp(lambda w, x, factor, is_negative: (scaled(w, x, factor, is_negative), (w, x, factor)), backward)
+    w, x = fb.quantize(normal(8, 8), "int8"), normal(2, 8)
+    run = fb.transparent(lambda w, x: scaled(w, x, 0.5, False).sum())
+    np.testing.assert_allclose(run(w, x), 0.5 * (x @ fb.dequantize(w)).sum(), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(run, 1)(w, x), 0.5 * jnp.ones((2, 8)) @ fb.dequantize(w).T, rtol=1e-5)
+    trained = fb.train(lambda w, x: scaled(w["w"], x, 0.5, False).sum(), "w8")
+    np.testing.assert_allclose(jax.grad(trained)({"w": normal(8, 8)}, x)["w"], 7 * x.T @ jnp.ones((2, 8)), rtol=1e-6)
+
+
 def test_while_and_scan_decode_a_carry_that_the_loop_changes():
     w, x = fb.quantize(normal(64, 64), "int8"), normal(2, 64)
 

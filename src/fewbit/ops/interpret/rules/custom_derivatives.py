@@ -80,7 +80,8 @@ def _instantiated(tangent: PyTree) -> PyTree:
 
 def _custom_vjp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     body = evaluator.function(eqn.params["call_jaxpr"])
-    floats = [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
+    # The dtypes are those of the equation: a literal among the values may be a number of Python.
+    floats = [i for i, var in enumerate(eqn.invars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]  # type: ignore[attr-defined]
 
     @jax.custom_vjp
     def call(*args: PyTree) -> tuple[Any, ...]:
