@@ -193,6 +193,24 @@ def test_files_take_tensors_of_every_dtype(tmp_path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: x.to("meta"), lambda x: x.to_sparse(), lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)],
+    ids=["meta", "sparse", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own quantized tensors are deprecated
+def test_files_refuse_tensors_without_plain_numbers_by_name(make, tmp_path) -> None:
+    with pytest.raises(fb.QuantError, match=r"tensor 'up' is torch\..*expected a dense tensor of plain numbers"):
+        fb.io.write(tmp_path / "model", {"up": make(torch.eye(3))})
+    assert not (tmp_path / "model").exists()
+
+
+def test_files_take_conjugate_views(tmp_path) -> None:
+    x = torch.randn(3, dtype=torch.complex64)
+    fb.io.write(tmp_path / "model", {"x": x.conj()})
+    assert torch.equal(fbt.load(tmp_path / "model")["x"], x.conj().resolve_conj())
+
+
 def test_convolutions_follow_autocast() -> None:
     q = fbt.quantize(torch.randn(2, 4, 3), "int8", dim=(2, 1))
     with torch.autocast("cpu", dtype=torch.bfloat16):

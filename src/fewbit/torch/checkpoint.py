@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ..array.qarray import QArray
+from ..errors import QuantError
 from ..io import read
 from ..io.native.writer import storable
 from . import dlpack as handover
@@ -50,7 +51,13 @@ def _tensor(value: QArray | jax.Array | np.ndarray) -> torch.Tensor:
 @storable.register
 def _(value: torch.Tensor, name: str) -> QArray | np.ndarray | jax.Array:
     """A tensor as a QArray or an array."""
+    is_packed = value.is_quantized or str(value.dtype) == "torch.float4_e2m1fn_x2"  # dtypes of torch alone
+    if value.is_meta or value.layout is not torch.strided or is_packed:
+        raise QuantError(
+            f"tensor {name!r} is {value.dtype}, {value.layout}, on {value.device}; expected a dense tensor of plain numbers: "
+            "load a tensor on meta first, and convert others by to_dense(), dequantize() or view(torch.uint8)"
+        )
     value = value.detach().cpu()
     if isinstance(value, QTensor):
         return to_qarray(value)
-    return handover.operand(value)
+    return handover.operand(value.resolve_conj().resolve_neg())
