@@ -310,6 +310,12 @@ def test_a_choice_by_rows_that_cannot_stay_quantized_is_decoded():
     np.testing.assert_allclose(found, fb.dequantize(q)[:3].sum(), rtol=1e-6)
 
 
+def test_a_choice_by_a_constant_stays_quantized():
+    one, other = (fb.quantize(normal(8, 8, seed=seed), "int4") for seed in range(2))
+    run = fb.transparent(lambda a, b: jax.lax.select(True, a, b))
+    np.testing.assert_array_equal(fb.dequantize(run(one, other)), fb.dequantize(one))
+
+
 def test_a_choice_by_rows_of_bytes_stays_quantized():
     one, other = (fb.quantize(jax.random.normal(jax.random.key(seed), (8, 8)), "int8") for seed in range(2))
     mask = jnp.arange(8) < 3

@@ -255,10 +255,10 @@ def _as_made(predicate: Atom, jaxpr: jex_core.Jaxpr | Equations, read: Callable[
     """A predicate before its broadcast, with axes of length 1. `vmap` of `cond` broadcasts it."""
     for eqn in jaxpr.eqns:
         if predicate in eqn.outvars and eqn.primitive.name == "broadcast_in_dim":
-            value, places = read(eqn.invars[0]), eqn.params["broadcast_dimensions"]
+            value, places = jnp.asarray(read(eqn.invars[0])), eqn.params["broadcast_dimensions"]
             lengths = dict(zip(places, value.shape, strict=True))
             return value.reshape([lengths.get(axis, 1) for axis in range(len(eqn.params["shape"]))])
-    return read(predicate)
+    return jnp.asarray(read(predicate))  # a literal is a number of Python
 
 
 def _source_of(*eqns: jex_core.JaxprEqn) -> str:
