@@ -14,6 +14,7 @@ import fewbit as fb
 from fewbit import io, workflows
 from fewbit.array import nm_mask
 from fewbit.errors import QuantError
+from fewbit.io.gguf.writer import GGUFWriter
 from fewbit.workflows.tensors import worst
 from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers
 
@@ -138,6 +139,16 @@ def test_transformers_refuses_what_we_write(tmp_path):
     found = transformers.AutoConfig.from_pretrained(tmp_path / "q")
     assert found.model_type == "llama" and found.quantization_config["quant_method"] == "fewbit"
     assert workflows.load(tmp_path / "q").config == model.config
+
+
+def test_metadata_of_a_gguf_file_that_json_lacks_is_written_as_by_transformers(tmp_path):
+    fields = {"general.architecture": "other", "scale": float("inf"), "limits": [float("nan"), 1.0]}
+    with GGUFWriter(tmp_path / "in.gguf", fields) as writer:
+        writer.add("w", np.ones((4, 32), np.float32))
+    model = workflows.load(tmp_path / "in.gguf")
+    workflows.quantize(model, workflows.plan_model(model, recipe="keep"), tmp_path / "out")
+    found = io.read(tmp_path / "out").metadata
+    assert (found["scale"], found["limits"]) == ({"__float__": "Infinity"}, [{"__float__": "NaN"}, 1.0])
 
 
 def test_float64_is_rounded_to_float32_and_quantized(tmp_path):

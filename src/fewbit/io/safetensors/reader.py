@@ -58,7 +58,7 @@ def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
     return Checkpoint(path, "safetensors", tensors_of(tensors, metadata), dict(metadata))
 
 
-def _tagged(constant: str) -> dict[str, str]:
+def tagged(constant: str) -> dict[str, str]:
     """Infinity or NaN of a `config.json` as JSON: transformers 4 writes the constant, transformers 5 this object."""
     return {"__float__": constant}
 
@@ -80,7 +80,7 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     config = path / CONFIG
     metadata = {}
     if config.is_file():
-        metadata = parsed_object(file_text(config, "configuration"), str(config), constant=_tagged)
+        metadata = parsed_object(file_text(config, "configuration"), str(config), constant=tagged)
     files = {
         file.name: content(file)
         for file in sorted(path.iterdir())

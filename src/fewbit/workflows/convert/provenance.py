@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..._json import parsed_object
 from ...io.files import file_sha256
 from ...io.orbax import TREE
+from ...io.safetensors.reader import tagged
 from ...methods.named import method_name
 from ...methods.scaling import AbstractScaling
 from ...recipe.method import NEAREST, AbstractMethod
@@ -58,7 +61,9 @@ def stored_config(model: Model) -> dict[str, Any]:
         return {"architecture": "decoder", "decoder": model.config.to_json()}
     # Not bytes, nor a vocabulary, which GGUF stores in the metadata too.
     vast = {key for key, value in model.metadata.items() if isinstance(value, list) and len(value) > 1000}
-    return {key: value for key, value in model.metadata.items() if key not in vast and not isinstance(value, bytes)}
+    kept = {key: value for key, value in model.metadata.items() if key not in vast and not isinstance(value, bytes)}
+    # GGUF fields may be infinite or NaN, which JSON lacks.
+    return parsed_object(json.dumps(kept).encode(), f"the metadata of {model.path}", constant=tagged)
 
 
 def provenance(model: Model, plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
