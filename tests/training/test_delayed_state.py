@@ -107,6 +107,12 @@ def test_stacked_layers_have_a_state_each(fn):
     assert activation[0] == amax(X) and (activation[1:] <= 1).all() and (gradient > 0).all()
 
 
+def test_layers_of_a_flipped_stack_have_a_state_each():
+    _, (weight, activation, _) = seen_by(lambda params, x: scanned({"w": params["w"][::-1]}, x), STACK, X)
+    np.testing.assert_array_equal(weight, amax(STACK["w"], 1, 2))
+    assert activation[-1] == amax(X) and (activation[:-1] <= 1).all()
+
+
 def shared(params, x):
     return jax.lax.scan(lambda x, _: (2 * jnp.tanh(x @ params["w"]), None), x, None, length=3)[0] @ params["w"]
 

@@ -26,7 +26,7 @@ from .latent import MOVES, PARAMETER_RULES, PRODUCTS, Latent, is_latent, plain
 from .serving_quantize import quantized_latent
 from .serving_tiles import ServingTiles
 
-_ON_LEADING_AXES = ("slice", "dynamic_slice", "squeeze")
+_ON_LEADING_AXES = ("slice", "dynamic_slice", "squeeze", "rev")
 """The layout primitives that delayed scales of leading axes follow."""
 _BETWEEN_DEVICES = ("all_gather", "sharding_constraint", "reshard")
 """The layout primitives that move a parameter between devices, which codes are cheaper for."""
