@@ -93,6 +93,14 @@ def test_parameters_buffers_copies_and_pickles(q: "fbt.QTensor") -> None:
     assert module.weight.dtype == module.table.dtype == torch.bfloat16 and module.weight.nbytes == q.nbytes
 
 
+def test_data_ptr_tells_shared_parameters_from_others() -> None:
+    """Libraries key weights by it: where it was 0 for all, `accelerate.dispatch_model` mixed them up."""
+    one, other = (fbt.quantize(torch.randn(8, 64), "int8") for _ in range(2))
+    assert 0 != one.data_ptr() != other.data_ptr() != 0
+    assert one.data_ptr() == one.detach().data_ptr() == one.T.data_ptr() == one[:4].data_ptr() != one[4:].data_ptr()
+    assert torch.nn.Parameter(one, requires_grad=False).data_ptr() == one.data_ptr() != one.clone().data_ptr()
+
+
 def test_moves_and_attributes(q: "fbt.QTensor") -> None:
     assert repr(q) == "QTensor(nvfp4, float32[12, 64], 436 bytes, 4.542 bits/weight)"
     assert (q.shape, q.dtype, q.device.type, q.numel(), q.nbytes) == ((12, 64), torch.float32, "cpu", 768, 436)

@@ -684,7 +684,11 @@ def _getter(name: str) -> Callable[..., Any]:
     return getattr(torch.Tensor, name).__get__
 
 
-FUNCTIONS[torch.einsum] = _einsum
+FUNCTIONS |= {
+    torch.einsum: _einsum,
+    # Libraries recognize shared parameters by it (accelerate); torch's is 0 for all QTensors.
+    torch.Tensor.data_ptr: lambda q: q.codes.data_ptr(),
+}
 VIEWS |= {
     torch.Tensor.detach: _detached,
     _getter("data"): _detached,
