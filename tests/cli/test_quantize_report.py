@@ -141,3 +141,15 @@ def test_layers_of_an_earlier_run_are_said(reached, said, tmp_path, monkeypatch,
     monkeypatch.setattr("fewbit.cli.quantize_report.quantize", quantize)
     written(model, plan, tmp_path / "m", to="fewbit", overwrite=False, log=None)
     assert capsys.readouterr().err == said
+
+
+def test_the_log_of_a_resumed_run_has_every_tensor(tmp_path):
+    source, log, arrays = tmp_path / "a.npz", tmp_path / "log", {name: np.ones((4, 64), np.float32) for name in "abc"}
+    np.savez(source, **arrays | {"c": np.full((4, 64), np.nan, np.float32)})
+    (tmp_path / "r.json").write_text(json.dumps(last_axis("int8")))
+    command = ["quantize", str(source), "-o", str(tmp_path / "m"), "-r", str(tmp_path / "r.json"), "--log", str(log)]
+    assert CliRunner().invoke(app, command).exit_code == 2
+    np.savez(source, **arrays)
+    done = CliRunner().invoke(app, command)
+    assert (done.exit_code, "resuming: 2 of 3 tensors" in done.stderr) == (0, True)
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["a", "b", "c"]

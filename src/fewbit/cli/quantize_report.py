@@ -316,6 +316,8 @@ def written(
             nonlocal written, read
             written, read = len(finished), sum(result.bytes_before for result in finished)
             bar.log(f"resuming: {written} of {count} tensors, {read / 1e6:,.0f} MB, were finished by an earlier run")
+            for result in finished if log is not None else ():  # the file replaces the earlier run's
+                log_line(str(result))
             bar.advance(calibration + read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
 
         try:
