@@ -78,6 +78,13 @@ def test_layouts_and_what_is_not_corrected():
     assert np.isfinite(fb.dequantize(QEP().quantized(w, SCHEME, (-1,), zeros))).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0)])
+def test_an_empty_weight(shape: tuple[int, int]):
+    moments = jnp.zeros((shape[1], shape[1]))
+    q = QEP().quantized(jnp.zeros(shape), SCHEME, (-1,), Observation(hessian=moments, cross=moments, count=jnp.float32(0)))
+    assert q.shape == shape and jax.tree.structure(q) == jax.tree.structure(fb.quantize(jnp.zeros(shape), SCHEME))
+
+
 def test_what_is_refused():
     with pytest.raises(fb.QuantError, match="qep needs the second moments of quantized inputs"):
         QEP().quantized(weight(4, 8), SCHEME, (-1,), None)

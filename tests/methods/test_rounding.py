@@ -89,6 +89,13 @@ def test_layouts_and_repetition():
     np.testing.assert_array_equal(unseen.codes, fb.quantize(w, "int4_g64").codes)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0)])
+def test_an_empty_weight(shape: tuple[int, int]):
+    observation = Observation(hessian=jnp.zeros((shape[1], shape[1])), count=jnp.float32(0))
+    q = LearnedRounding().quantized(jnp.zeros(shape), fb.scheme("int4_g64"), (-1,), observation)
+    assert q.shape == shape and jax.tree.structure(q) == jax.tree.structure(fb.quantize(jnp.zeros(shape), "int4_g64"))
+
+
 def test_what_is_refused():
     with pytest.raises(fb.QuantError, match="rounding needs the second moments of the inputs"):
         LearnedRounding().quantized(weight(4, 8), fb.scheme("int4"), (-1,), None)

@@ -51,6 +51,8 @@ class QEP(AbstractMethod):
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
         if observation is None or observation.hessian is None:
             raise QuantError("qep needs the second moments of quantized inputs, and their products with the float ones")
+        if x.size == 0:  # nothing to correct
+            return quantize(x, scheme, axis=axis)
         corrected = x.astype(jnp.float32)
         if observation.cross is not None:
             view = WeightMatrices.of(quantize(x, scheme, axis=axis), axis, observation.hessian.shape, observation.batch)

@@ -56,6 +56,8 @@ class LearnedRounding(AbstractMethod):
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...], observation: Any) -> QArray:
         if observation is None or observation.hessian is None:
             raise QuantError('rounding needs the second moments of the inputs; fb.observe with collect=("hessian",)')
+        if x.size == 0:  # nothing to learn
+            return quantize(x, scheme, axis=axis)
         return _learned(x, scheme, observation.hessian, axis, observation.batch, self)
 
 
