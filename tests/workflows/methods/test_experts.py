@@ -15,13 +15,13 @@ from fewbit.calibration.range_rules import AbsMaxRange
 from fewbit.evaluate.report.facts import CalibratedExperts
 from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ
-from fewbit.models import forward, params_from_paths
+from fewbit.models import Experts, forward, params_from_paths
 from fewbit.workflows.methods.calibrated import calibrated_weights, float_layers
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.experts import ExpertTokens, with_unseen_experts
 from fewbit.workflows.model import Model
 from fewbit.workflows.report import report
-from tests.nets.random_decoder import FEATURES, OTHERS
+from tests.nets.random_decoder import FEATURES, OTHERS, SMALL, random_tokens
 from tests.nets.trained_mixture import MIXTURE, character_windows, trained_mixture
 from tests.workflows.checkpoints import family_directory, needs_tokenizers, text_file
 from tests.workflows.methods.test_calibrated import model_of
@@ -29,6 +29,7 @@ from tests.workflows.methods.test_calibrated import model_of
 MEASURE = Measure(AbsMaxRange(), ("hessian",))
 SUMMED = MEASURE.folded
 ONE_TOKEN = np.zeros((1, 1), np.int32)
+ONE_LAYER = dataclasses.replace(SMALL, layers=1, experts=Experts(4, 1, 12))
 
 
 def observed(counts):
@@ -177,3 +178,13 @@ def quantized_rows(plan):
 
 def nearest_weight(model, row):
     return fb.quantize(model.load(row.path), row.policy.weight, axis=row.axis)
+
+
+def test_experts_of_several_dtypes_have_their_own_tokens(tmp_path):
+    model = model_of(ONE_LAYER, tmp_path)
+    wide = dict.fromkeys(("layers/0/mlp/experts/1/down",), np.float32)
+    mixed = dataclasses.replace(model, load=lambda path: model.load(path).astype(wide.get(path, np.float16)))
+    windows = np.asarray(random_tokens(ONE_LAYER, 1, 8))
+    layer, _ = float_layers(mixed, windows)
+    found = layer.statistics(MEASURE, [f"layers/0/mlp/experts/{e}/up" for e in range(4)])
+    assert sum(float(one.count) for one in found.values()) == windows.size

@@ -474,7 +474,14 @@ def _layer_observations(
 
 
 def _with_stacked_experts(layer: PyTree) -> PyTree:
-    """The layer with its experts stacked where they are alike. A token then passes its own experts only."""
+    """The layer with its experts stacked where they are alike. A token then passes its own experts only.
+
+    Float experts of several dtypes are stacked in float32, so that their statistics are of their own tokens.
+    """
+    leaves = jax.tree.leaves(layer["mlp"].get("experts"), is_leaf=is_qarray)
+    if not any(map(is_qarray, leaves)) and len({x.dtype for x in leaves}) > 1:
+        experts = jax.tree.map(lambda x: x.astype(jnp.float32), layer["mlp"]["experts"])
+        layer = {**layer, "mlp": {**layer["mlp"], "experts": experts}}
     return stack_experts({"layers": [layer]})["layers"][0]
 
 
