@@ -1,5 +1,6 @@
 """Windows of a text: spread over it, with what begins a text, and what is refused."""
 
+import dataclasses
 import hashlib
 
 import numpy as np
@@ -32,6 +33,13 @@ def test_what_is_refused(tmp_path):
     model, text = workflows.load(llama_directory(tmp_path / "hf")), str(text_file(tmp_path))
     with pytest.raises(fb.QuantError, match=r"each of 1 to 32 tokens, the context of hf"):
         calibration_data(model, text, window=33)
+    two = dataclasses.replace(model, tokenizer=dataclasses.replace(model.readable_tokenizer(), start_ids=(1, 2)))
+    assert calibration_data(two, text, windows=2, window=3).windows[:, :2].tolist() == [[1, 2], [1, 2]]
+    for window in (1, 2):
+        with pytest.raises(
+            fb.QuantError, match=rf"has {window} tokens, and the tokenizer of hf begins each with 2; take 3 tokens or more"
+        ):
+            calibration_data(two, text, window=window)
     (tmp_path / "short").write_text(TEXT[:20])
     with pytest.raises(fb.QuantError, match=r"short has 20 tokens, and a window takes 32"):
         calibration_data(model, str(tmp_path / "short"))

@@ -48,17 +48,19 @@ def test_what_is_refused(tmp_path):
     model = workflows.load(llama_directory(tmp_path / "hf"))
     plan = workflows.plan_model(model, recipe="int4")
 
-    def file(name, length):
-        entry = Importance(np.ones((1, length), np.float32), np.ones(1, np.float32))
+    def file(name, length, rows=1):
+        entry = Importance(np.ones((rows, length), np.float32), np.ones(rows, np.float32))
         return ImportanceFile.read(write_imatrix(tmp_path / "m.gguf", ImportanceMatrix({name: entry}), overwrite=True))
 
     good = file("blk.0.attn_q.weight", SMALL.width)
     with pytest.raises(fb.QuantError, match="method gptq needs hessian, and an importance matrix has squares only"):
         workflows.quantize(model, plan, tmp_path / "q", method=GPTQ(), calibration=good)
-    with pytest.raises(
-        fb.QuantError, match=r"m.gguf: blk.0.attn_q.weight has 7 values, and layers/0/attn/q \(.*\) of hf needs"
-    ):
-        workflows.quantize(model, plan, tmp_path / "q", method=IMatrix(), calibration=file("blk.0.attn_q.weight", 7))
+    for shape, size in (((1, 7), r"\(1, 7\)"), ((2, SMALL.width // 2), r"\(2, 12\)")):
+        matrix = file("blk.0.attn_q.weight", shape[1], shape[0])
+        with pytest.raises(
+            fb.QuantError, match=rf"blk.0.attn_q.weight has values {size}, and layers/0/attn/q .* needs \(1, 24\)"
+        ):
+            workflows.quantize(model, plan, tmp_path / "q", method=IMatrix(), calibration=matrix)
     with pytest.raises(fb.QuantError, match=r"m.gguf has no tensor of hf: it has blk.9.x, the model has"):
         workflows.quantize(model, plan, tmp_path / "q", method=IMatrix(), calibration=file("blk.9.x", 7))
     outcome = workflows.quantize(

@@ -66,8 +66,8 @@ def calibration_data(
         The windows, with the tokens that begin a text in front of each.
 
     Raises:
-        QuantError: when the text is shorter than one window, a window longer than the model's context, or there is a choice for
-            experts and the model has none.
+        QuantError: when the text is shorter than one window, a window longer than the model's context or no longer than the
+            tokens that begin it, or there is a choice for experts and the model has none.
         UnsupportedError: when the model cannot be run, or has no tokenizer.
     """
     config, tokenizer, found = model.runnable_config(), model.readable_tokenizer(), calibration_text(text)
@@ -80,11 +80,17 @@ def calibration_data(
             f"{windows} calibration windows of {window} tokens: there must be one or more, each of 1 to {config.context} tokens, "
             f"the context of {model.name}"
         )
+    starts = len(tokenizer.start_ids)
+    if window <= starts:
+        raise QuantError(
+            f"a calibration window has {window} tokens, and the tokenizer of {model.name} begins each with {starts}; take "
+            f"{starts + 1} tokens or more"
+        )
     ids = tokenizer.encode(found.content)
     count = len(ids) // window
     if count == 0:
         raise QuantError(f"the calibration text {found.name} has {len(ids)} tokens, and a window takes {window}")
     chosen = np.linspace(0, count - 1, min(windows, count)).astype(int)
     rows = ids[: count * window].reshape(count, window)[chosen]
-    rows[:, : len(tokenizer.start_ids)] = tokenizer.start_ids
+    rows[:, :starts] = tokenizer.start_ids
     return CalibrationData(found.name, rows, unseen_experts or "nearest")

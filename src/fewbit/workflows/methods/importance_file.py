@@ -98,10 +98,10 @@ class ImportanceFile:
             experts = model.runnable_config().experts
             assert experts is not None
             matrices = experts.count
-        if one.squares.size != matrices * length:
+        if one.squares.shape not in ((matrices, length), (1, matrices * length)):
             raise QuantError(
-                f"{self.path}: {name} has {one.squares.size} values, and {row.path} {row.shape} of {model.name} needs "
-                f"{matrices * length}; take the importance matrix of this model"
+                f"{self.path}: {name} has values {one.squares.shape}, and {row.path} {row.shape} of {model.name} needs "
+                f"{(matrices, length)}; take the importance matrix of this model"
             )
         squares = one.squares.reshape(matrices, length)
         counts = np.repeat(one.counts, matrices // len(one.counts))
