@@ -79,7 +79,7 @@ def test_an_output_that_exists(flat, tmp_path):
         "quantize", flat, "-o", tmp_path / "out", "-r", "int8"
     )
     message = fail("quantize", flat, "-o", tmp_path / "out", "-r", "int8", "--overwrite")
-    assert "was not written by fewbit, so it is not replaced" in message
+    assert "was not written by fewbit as safetensors files, so it is not replaced" in message
     assert (tmp_path / "out" / "mine").read_text() == "mine"
 
 

@@ -135,6 +135,9 @@ def test_what_cannot_be_a_tree_or_was_changed_is_refused(tmp_path):
         with pytest.raises(InterruptedError):
             refuse(first, name, message)
     assert not list(tmp_path.iterdir())
+    io.write(tmp_path / "a", {"x": X})
+    with pytest.raises(QuantError, match=r"was not written by fewbit as an Orbax checkpoint.*\(it has no fewbit\.json\)"):
+        OrbaxWriter(tmp_path / "a", overwrite=True)
     path = write(tmp_path / "m")
     write(path, overwrite=True)
     (path / "notes.txt").write_text("mine")

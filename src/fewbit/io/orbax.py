@@ -355,10 +355,10 @@ def _foreign_files(directory: pathlib.Path) -> list[str]:
     """The names in a directory that `OrbaxWriter` wrote which are not its files."""
     where = str(directory / RECORDS)
     if not (directory / RECORDS).is_file():
-        raise QuantError(f"{where} is missing")
+        raise QuantError(f"it has no {RECORDS}")
     records = converted(parsed_object(file_text(directory / RECORDS, "records"), where), _Records, where)
     return [name for name in _all_files(directory) if name not in records.files and name != RECORDS]
 
 
-ORBAX = OutputKind(_foreign_files)
+ORBAX = OutputKind(_foreign_files, refusal="was not written by fewbit as an Orbax checkpoint")
 """A directory that `OrbaxWriter` wrote, whose records list its every file."""

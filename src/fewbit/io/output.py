@@ -19,6 +19,8 @@ def foreign_files(directory: pathlib.Path) -> list[str]:
         QuantError: without a readable manifest of fewbit.
         UnsupportedError: when another version of fewbit wrote it.
     """
+    if not (directory / MANIFEST).is_file():
+        raise QuantError(f"it has no {MANIFEST}")
     ours = {MANIFEST, *read_manifest(directory).files}
     with os.scandir(directory) as entries:
         return sorted(e.name for e in entries if e.name not in ours or not e.is_file(follow_symlinks=False))
@@ -42,7 +44,7 @@ class OutputKind:
     makes_parents: bool = True
 
 
-DIRECTORY = OutputKind(foreign_files)
+DIRECTORY = OutputKind(foreign_files, refusal="was not written by fewbit as safetensors files")
 """A directory with a manifest that lists its every file."""
 
 

@@ -208,7 +208,8 @@ def test_overwrite_leaves_alone_what_fewbit_did_not_write(tmp_path, kind):
         io.write(tmp_path / "real", TENSORS)
         target.symlink_to(tmp_path / "real")
     with pytest.raises(
-        QuantError, match=r"m (was not written by fewbit|is a file|is a symbolic link), so it is not replaced"
+        QuantError,
+        match=r"m (was not written by fewbit as safetensors files|is a file|is a symbolic link), so it is not replaced",
     ):
         io.write(target, TENSORS, overwrite=True)
     assert os.path.lexists(target)
