@@ -152,3 +152,26 @@ def test_bfloat16_scales_differ():
     ours = np.linalg.norm(np.asarray(fb.dequantize(q, jnp.float32)) - wide)
     assert ours < np.linalg.norm(dense - wide)
     assert jax.tree.leaves(q)[1].dtype == jnp.float32
+
+
+def test_static_ranges_are_means_over_rows_there():
+    """`MeanRange` takes those of batches, and so Qwix's where a batch is one row."""
+    nn = pytest.importorskip("flax.linen")
+    providers = pytest.importorskip("qwix")
+    x = jnp.asarray(weights((4, 64)))
+    rule = providers.QtRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8, act_static_scale=True)
+    with lenient_jax(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Flax, in Qwix
+        module = nn.Dense(8, use_bias=False)
+        variables = module.init(jax.random.key(0), x)
+        quantized = providers.quantize_model(module, providers.QtProvider([rule]))
+        _, seen = quantized.apply(variables, x, mutable=["quant_stats"])
+    (theirs,) = [leaf for leaf in jax.tree.leaves(seen) if leaf.ndim == 2]
+
+    def ours(batches: list[jax.Array]) -> float:
+        params = {"w": variables["params"]["kernel"]}
+        ranges = fb.observe(lambda p, x: x @ p["w"], params, batches, "w8a8", rule=fb.calibration.MeanRange())
+        return float(ranges["w"].range.high)
+
+    assert ours(list(x[:, None])) == pytest.approx(theirs.item(), rel=1e-6)
+    assert ours([x]) > 1.01 * theirs.item()

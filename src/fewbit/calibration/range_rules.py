@@ -46,7 +46,10 @@ class MinMaxRange(AbstractRange):
 
 @dataclasses.dataclass(frozen=True)
 class MeanRange(AbstractRange):
-    """`-a .. a` for the mean `a` of the batches' amax (Qwix's SimpleMovingAverage).
+    """`-a .. a` for the mean `a` of the batches' amax.
+
+    It is Qwix's SimpleMovingAverage of them. Qwix averages the amax of a batch's rows first (`act_batch_axes`), so its ranges are
+    smaller for batches of several rows.
 
     Attributes:
         axes: the axes whose elements keep a range each.
