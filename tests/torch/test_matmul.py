@@ -179,6 +179,21 @@ def test_sizes_that_a_compiler_takes_as_symbols() -> None:
     assert counter.frame_count == 1
 
 
+def test_functions_of_fewbit_are_one_operator_in_a_compiled_graph() -> None:
+    q, experts = fbt.quantize(torch.randn(12, 64), "int8"), fbt.quantize(torch.randn(3, 12, 64), "nf4_dq")
+    x, sizes = torch.randn(5, 64, requires_grad=True), torch.tensor([2, 0, 3])
+
+    def model(x, q, experts, sizes):
+        decoded = fbt.dequantize(q.T, torch.bfloat16, backend="jax").float()
+        return fbt.matmul(x, q.T, backend="torch"), fbt.ragged_dot(x, experts.mT, group_sizes=sizes), x @ decoded
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = [[*fn(x, q, experts, sizes)] for fn in (compiled, model)]
+    gradients = [torch.autograd.grad(sum(y.square().sum() for y in ys), x)[0] for ys in results]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*gradients)
+
+
 def test_codes_times_codes_on_a_cpu() -> None:
     x, q = weight("int8", 5, 64), weight("int8", 12, 64)
     y = fbt.matmul(x, q.T)

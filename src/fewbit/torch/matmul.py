@@ -23,7 +23,7 @@ from ..ops.policy import Policy
 from . import dlpack as handover
 from . import triton
 from .operation import Operation, PolicyGradient, Tensors, applied
-from .qtensor import FUNCTIONS, Form, QTensor, form_of, in_memory_order, permuted
+from .qtensor import FUNCTIONS, Form, QTensor, form_of, in_memory_order, one_operator_in_graphs, permuted
 from .quantize import decoded_leaves, dequantize
 
 Backend: TypeAlias = Literal["triton", "jax", "torch"]
@@ -32,6 +32,7 @@ PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf3
 """The tensor core precision of each activation dtype: float16 is exact in TF32, whose exponent range covers every scale."""
 
 
+@one_operator_in_graphs("matmul(Tensor x, Tensor q, *, str? backend=None) -> Tensor")
 def matmul(x: torch.Tensor | QTensor, q: torch.Tensor | QTensor, *, backend: Backend | None = None) -> torch.Tensor:
     """`x @ q` with float32 accumulation, for one or two quantized operands.
 

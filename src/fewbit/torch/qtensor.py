@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,35 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 VIEWS: dict[Any, Callable[..., Any]] = {}
 """The torch functions of a QTensor alone, which is constant under `torch.func`: wrapped by it, it would lose its class."""
+
+P = ParamSpec("P")
+
+
+def one_operator_in_graphs(schema: str) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
+    """Makes a function of QTensors one operator of a compiled graph: a compiler cannot trace how QTensors are made.
+
+    Args:
+        schema: the torch schema of the operator, with the parameters of the function.
+
+    Returns:
+        A decorator.
+    """
+
+    def decorated(fn: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+        handover.LIBRARY.define(schema)
+        operator = getattr(torch.ops.fewbit, schema.partition("(")[0])
+        FUNCTIONS[operator] = fn
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+            if torch.compiler.is_dynamo_compiling() and any(isinstance(a, QTensor) for a in (*args, *kwargs.values())):
+                return operator(*args, **kwargs)
+            return fn(*args, **kwargs)
+
+        return call
+
+    return decorated
+
 
 _PARTS = ("codes", "scale", "zero_point", "tensor_scale")
 

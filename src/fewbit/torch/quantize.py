@@ -23,7 +23,17 @@ from ..kernels.quantize.dispatch import dequantize as jax_dequantize
 from ..kernels.quantize.dispatch import quantize as jax_quantize
 from . import dlpack as handover
 from . import triton
-from .qtensor import DTYPES, FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order, scale_form
+from .qtensor import (
+    DTYPES,
+    FUNCTIONS,
+    Form,
+    QTensor,
+    form_of,
+    from_qarray,
+    in_memory_order,
+    one_operator_in_graphs,
+    scale_form,
+)
 
 Backend: TypeAlias = Literal["triton", "jax"]
 Method: TypeAlias = Literal["naive", "optimal", "hessian"]
@@ -95,6 +105,7 @@ def quantize(
     return from_qarray(dataclasses.replace(q, dtype=np.dtype(jnp.dtype(str(W.dtype).removeprefix("torch.")))), W.device)
 
 
+@one_operator_in_graphs("decoded(Tensor q, ScalarType? dtype=None, *, str? backend=None) -> Tensor")
 @torch.no_grad()
 def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend | None = None) -> torch.Tensor:
     """Dequantizes: `decode(code) * scale`, computed in float32 and rounded once.

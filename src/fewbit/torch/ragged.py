@@ -16,10 +16,11 @@ from . import dlpack as handover
 from . import triton
 from .matmul import PRECISIONS, Product, autocast, config_of, gpu_of, or_unread, padded_count, table_of
 from .operation import PolicyGradient, applied
-from .qtensor import FUNCTIONS, QTensor, form_of, in_memory_order, permuted
+from .qtensor import FUNCTIONS, QTensor, form_of, in_memory_order, one_operator_in_graphs, permuted
 from .quantize import Backend, dequantize
 
 
+@one_operator_in_graphs("ragged_dot(Tensor x, Tensor q, Tensor group_sizes, *, str? backend=None) -> Tensor")
 def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
     """`jax.lax.ragged_dot` (the grouped matmul of MoE experts) with quantized matrices.
 
