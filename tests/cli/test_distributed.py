@@ -30,9 +30,13 @@ COMMAND = [sys.executable, "-c", "from fewbit.cli import main; main()"]
         (["--method", "awq+hqq"], "method awq runs the whole model"),
         (["--rotate"], "--distributed cannot divide the work of --rotate"),
         (["--dry-run"], "--distributed cannot divide the work of --dry-run"),
+        (
+            ["--coordinator", "localhost", "--processes", "1", "--process-id", "0"],
+            "--coordinator is 'localhost'; give the host and port of process 0, as in host0:1234",
+        ),
     ],
 )
-def test_work_that_cannot_be_divided_is_refused(options, message):
+def test_what_cannot_be_distributed_is_refused(options, message):
     done = CliRunner().invoke(app, ["quantize", "a.npz", "-o", "out", "-r", "nf4", "--distributed", *options])
     assert message in " ".join(done.output.split())
 

@@ -364,6 +364,8 @@ def refuse_undivided(*, to: str, method: str, imatrix: Path | None, **others: ob
 
 def join_cluster(coordinator: str | None, processes: int | None, process_id: int | None) -> bool:
     """Joins a cluster, by `jax.distributed.initialize` with these arguments; True in process 0."""
+    if coordinator is not None and not re.fullmatch(r".+:[0-9]{1,5}", coordinator):
+        raise QuantError(f"--coordinator is {coordinator!r}; give the host and port of process 0, as in host0:1234")
     try:
         jax.distributed.initialize(coordinator, processes, process_id)
     except (ValueError, RuntimeError) as error:
