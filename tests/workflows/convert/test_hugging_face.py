@@ -15,9 +15,12 @@ from fewbit.io.checkpoint import TensorInfo
 from fewbit.models.decoder import forward
 from fewbit.models.families.table import config_from_hf
 from fewbit.models.names import shapes
+from fewbit.models.tokenizers.gguf import tokenizer_from_gguf
 from fewbit.workflows.convert.hugging_face import as_hugging_face
 from fewbit.workflows.model import Model
+from tests.models.tokenizers.fields import gguf_fields
 from tests.nets.random_decoder import SMALL
+from tests.workflows.checkpoints import needs_tokenizers
 
 CONFIG = dataclasses.replace(SMALL, rope="interleaved")
 
@@ -72,6 +75,14 @@ def test_its_config_and_tokenizer_are_those_of_transformers():
         "chat_template": "{{ messages }}",
     }
     assert as_hugging_face(found) is found
+
+
+@needs_tokenizers
+def test_the_ids_of_special_tokens_come_from_the_tokenizer_where_there_is_no_metadata():
+    """As in a fewbit directory of a GGUF model; without eos_token_id transformers would never stop."""
+    tokenizer = tokenizer_from_gguf(gguf_fields() | {"tokenizer.ggml.bos_token_id": 0})
+    found = as_hugging_face(dataclasses.replace(model(), kind="fewbit", metadata={}, tokenizer=tokenizer)).metadata
+    assert (found["bos_token_id"], found["eos_token_id"]) == (0, 1)
 
 
 def test_what_is_not_a_llama_is_refused():

@@ -14,6 +14,7 @@ from ...array.scheme import Scheme
 from ...errors import UnsupportedError
 from ...models.config import DecoderConfig
 from ...models.families.family import HUGGING_FACE
+from ...models.tokenizers.tokenizer import Tokenizer
 from ..model import Model, Value, check_others_can_run, decoded
 
 
@@ -38,7 +39,7 @@ def as_hugging_face(model: Model) -> Model:
             f"become a Hugging Face checkpoint: {model.why_not_run}"
         )
     config = model.config
-    metadata = {**llama_json(config), **_special_ids(model.metadata)}
+    metadata = {**llama_json(config), **_tokenizer_ids(model.tokenizer), **_special_ids(model.metadata)}
 
     def is_reordered(path: str) -> bool:
         return config.rope == "interleaved" and path.endswith(("attn/q", "attn/k"))
@@ -124,6 +125,17 @@ def _with_rows(value: Value, order: np.ndarray) -> Value:
 def _is_by_row(scheme: Scheme) -> bool:
     """Whether each row of a matrix has codes and scales of its own, or one tensor scale."""
     return scheme.tiles(2)[0] == 1 and scheme.pack_axis == -1 and not isinstance(scheme.scale, Scheme)
+
+
+def _tokenizer_ids(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """The ids of the tokens that begin and end a text, from a tokenizer: a fewbit directory of a GGUF model has no metadata."""
+    if tokenizer is None:
+        return {}
+    found = {
+        "bos_token_id": tokenizer.backend.token_to_id(tokenizer.bos),
+        "eos_token_id": next(iter(tokenizer.stop_ids), None),
+    }
+    return {name: index for name, index in found.items() if index is not None}
 
 
 def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
