@@ -65,3 +65,20 @@ def test_layers_of_a_slice_have_no_statistics_of_their_own():
     stats = fb.observe(some, stack, [x], "int4", collect=("hessian",))
     with pytest.raises(QuantError, match=r"w has \(3,\) layers.*those of all layers together.*Scan over the layers"):
         fb.quantize_params(stack, fb.plan(some, stack, x, recipe="int4"), method=fb.methods.GPTQ(), stats=stats)
+
+
+@pytest.mark.parametrize("method", [fb.methods.GPTQ(), fb.methods.AWQ()], ids=["gptq", "awq"])
+def test_methods_with_statistics_quantize_on_an_explicit_mesh(method):
+    mesh, spec = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4]), jax.P("a", "b")
+    w, x = X.T @ X, X
+
+    def fn(p, x):
+        return x @ p["w"]
+
+    stats = fb.observe(fn, {"w": w}, [(x,)], "int4_g16", collect=method.collect)
+    plan = fb.plan(fn, {"w": w}, x, recipe="int4_g16")
+    wanted = fb.quantize_params({"w": w}, plan, method=method, stats=stats)["w"]
+    there = {"w": jax.device_put(w, jax.NamedSharding(mesh, spec))}
+    q = fb.quantize_params(there, plan, method=method, stats=stats)["w"]
+    assert q.sharding.spec == spec
+    np.testing.assert_allclose(jax.device_get(fb.dequantize(q)), fb.dequantize(wanted), rtol=1e-5)

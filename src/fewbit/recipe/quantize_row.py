@@ -1,6 +1,7 @@
 """Quantizes one parameter by its plan row."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -11,8 +12,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from .._explicit_mesh import explicit_sharding
 from ..array.qarray import QArray
 from ..array.scheme import Scheme
+from ..array.sharding import shardings_of
 from ..errors import QuantError, UnsupportedError
 from ..ops.qat.serving_quantize import for_each
 from ..ops.qat.serving_tiles import axis_within, cast
@@ -247,6 +250,13 @@ def quantized_leaf(
     observation: PyTree = None,
 ) -> jax.Array | QArray:
     """Prunes, casts and quantizes a parameter, each element of its stacked axes on its own."""
+    if method.collect and (sharding := explicit_sharding(x)) is not None:
+        # JAX has some operations of these methods on no explicit mesh: XLA chooses the shardings within, but not of the result.
+        fn = functools.partial(quantized_leaf, row=row, method=method)
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (x, observation))
+        out = shardings_of(jax.eval_shape(lambda x, seen: fn(x, observation=seen), *like), sharding.mesh, sharding.spec)
+        by_xla: Any = jax.sharding.auto_axes(lambda x, seen: fn(x, observation=seen), out_sharding=out)
+        return by_xla(x, observation)
     if row.sparsity is not None:
         x = row.sparsity.pruned(x)
     if row.policy is None:
