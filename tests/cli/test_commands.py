@@ -44,6 +44,12 @@ def test_catalogues_list_every_name(command, names):
     assert all(name in text for name in names)
 
 
+def test_formats_count_the_numbers_that_elements_are_rounded_to():
+    counts = {record["name"]: record["values"] for record in run_json("formats")["formats"]}
+    expected = {"int4": 16, "int4_narrow": 15, "e2m1": 15, "e4m3fn": 253, "e5m2": 247, "e8m0": 255}
+    assert expected.items() <= counts.items()
+
+
 def test_one_recipe_shows_its_rules(tmp_path):
     text = " ".join(run("recipes", "te_nvfp4").stdout.split())
     assert all(

@@ -117,7 +117,7 @@ def _format_record(fmt: AbstractFormat) -> dict[str, Any]:
     return {
         "name": fmt.name,
         "bits": fmt.bits,
-        "values": len(set(values) - {float("nan")}),
+        "values": len({v for v in values if fmt.min <= v <= fmt.max}),  # no NaN, no infinity, no code that is never chosen
         "smallest": min((v for v in values if 0 < v < float("inf")), default=None),
         "min": float(fmt.min),
         "max": float(fmt.max),
