@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
+from fewbit.evaluate.timing import Timing
 
 from .facts import save
 
@@ -161,8 +162,7 @@ def measured(kind: str, layers: int, *, is_named: bool, rounds: int) -> list[dic
             seconds[name].append(time.process_time() - start)
     rows = []
     for name in runs:
-        ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds["dense"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = Timing(tuple(seconds[name])).quartiles(Timing(tuple(seconds["dense"])))
         row = {
             "model": kind,
             "layers": layers,

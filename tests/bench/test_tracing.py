@@ -41,3 +41,8 @@ def test_the_page_tells_what_was_measured():
             ratios = [row["ratio"] for row in rows if row["model"] == kind and row["who"] == who]
             assert len(ratios) == 4
             assert f"| {kind} | {who} | {min(ratios):.2f} to {max(ratios):.2f} |" in page
+
+
+def test_one_round_is_a_measurement():
+    rows = tracing.measured("perceptron", 1, is_named=False, rounds=1)
+    assert rows[0]["who"] == "dense" and rows[0]["ratio_spread"] == [1, 1]
