@@ -31,6 +31,7 @@ from ..errors import QuantError
 from ..formats.format import AbstractFormat, settled
 from ..kernels.quantize.dispatch import quantize
 from ..recipe.method import AbstractMethod
+from .imatrix import BetterScale
 from .weight_matrices import WeightMatrices
 
 S = TypeVar("S")
@@ -106,19 +107,30 @@ def quantize_columns(
     """
     start = quantize(x, scheme, axis=axis)
     view = WeightMatrices.of(start, axis, hessian.shape, batch)
-    w = view.columns_first(x.astype(jnp.float32))
-    fixed, width = None, view.tile or 1
-    if view.tile is None or isinstance(scheme.scale, Scheme):  # the scales of `quantize`
-        fixed, width = (expanded_scale(start), expanded_offset(start)), 1
-        fixed = jax.tree.map(lambda leaf: view.columns_first(jnp.broadcast_to(leaf, x.shape)), fixed)
+    w, width = view.columns_first(x.astype(jnp.float32)), view.tile or 1
+    has_fixed_scales = view.tile is None or isinstance(scheme.scale, Scheme)  # those of `quantize`
+    if has_fixed_scales:
+        width = 1
     elif start.tensor_scale is not None:
         w = w / start.tensor_scale.reshape(())
     hessian, order = view.moments(hessian), None
     if act_order:
         order = column_order(jnp.diagonal(hessian, axis1=1, axis2=2), width)
-        w, fixed, hessian = jax.tree.map(lambda leaf: _taken(leaf, order, 1), (w, fixed, hessian))
-        hessian = _taken(hessian, order, 2)
+        hessian = _taken(_taken(hessian, order, 1), order, 2)
     upper, diagonal = jax.vmap(lambda one: factored(one, damping))(hessian)
+    if isinstance(scheme.calibration, BetterScale):  # without inputs no error counts, which keeps the scheme's own scales
+        has_inputs = jnp.trace(hessian, axis1=1, axis2=2) > 0
+        diagonal = jnp.where(has_inputs[:, None], diagonal, 0.0)
+    fixed = None
+    if has_fixed_scales:
+        if scheme.calibration.uses_error_weights:
+            weights = diagonal if order is None else _taken(diagonal, jnp.argsort(order, axis=1), 1)
+            error_weights = view.restored(jnp.broadcast_to(weights[..., None], w.shape))
+            start = quantize(x, scheme, axis=axis, error_weights=error_weights)
+        fixed = expanded_scale(start), expanded_offset(start)
+        fixed = jax.tree.map(lambda leaf: view.columns_first(jnp.broadcast_to(leaf, x.shape)), fixed)
+    if order is not None:
+        w, fixed = jax.tree.map(lambda leaf: _taken(leaf, order, 1), (w, fixed))
     found = _Columns(w, upper, diagonal, fixed, view).quantized()  # type: ignore[arg-type]
     if order is not None:
         found = dataclasses.replace(found, codes=_taken(found.codes, jnp.argsort(order, axis=1), 1))

@@ -21,7 +21,8 @@ class GPTQMSE(AbstractMethod):
     """GPTQ with the scales of least squared error.
 
     When the first column of a block is reached, its scale is the better of the scheme's own and that of the search `mse`, by the
-    error of the corrected weights, weighted by GPTQ's `D`. For a scheme whose calibration searches (`mse`, `mx,optimal`) it is
+    error of the corrected weights, weighted by GPTQ's `D`. A weight whose inputs were all zero, such as an expert without tokens, is
+    rounded as by `RTN`. For a scheme whose calibration searches (`mse`, `mx,optimal`) it is
     GPTQ. On CPU it takes a fifth to two fifths longer for integers, and 2.7 times as long for NF4.
 
     Attributes:
