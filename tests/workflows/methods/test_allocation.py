@@ -133,6 +133,17 @@ def test_the_errors_are_those_of_the_method(tmp_path):
     assert sum(one.losses["int4_g8"] for one in better) < 0.8 * sum(one.losses["int4_g8"] for one in rounded)
 
 
+def test_a_weight_that_is_kept_as_stored_costs_nothing(tmp_path):
+    config, path = dataclasses.replace(SMALL, layers=1), "layers/0/mlp/down"
+    model = model_of(config, tmp_path)
+    q = fb.quantize(jnp.asarray(model.load(path)), "int4")
+    info = {**model.info, path: dataclasses.replace(model.info[path], scheme=q.scheme)}
+    stored = dataclasses.replace(model, info=info, load=lambda name: q if name == path else model.load(name))
+    plan = workflows.plan_model(stored, recipe=fb.Recipe((fb.Rule(r".*/down", "int8"),)))
+    (one,) = sensitivities(stored, plan, ["int4", "int4_g8"], np.zeros((1, 4), np.int32))
+    assert one.losses["int4"] == 0 < one.losses["int4_g8"]
+
+
 @pytest.mark.parametrize("is_measured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["estimated", "measured"])
 def test_measuring_that_was_interrupted_anywhere_resumes(is_measured, tmp_path):
     model = model_of(SMALL, tmp_path)

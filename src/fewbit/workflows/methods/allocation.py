@@ -37,7 +37,7 @@ from ...recipe.plan import Plan, recounted
 from ...recipe.quantize_row import quantize_finite
 from ...recipe.rows import PlanRow
 from ..convert.provenance import file_hashes, method_facts, provenance, versions
-from ..model import Model, decoded
+from ..model import Model, decoded, is_kept
 from .calibrated import calibrated_weights
 from .calibration_data import CalibrationData
 
@@ -386,13 +386,15 @@ def _errors(
     parts: FinishedParts | None,
     progress: Callable[[int, int], None],
 ) -> dict[str, Array]:
-    """The error of each weight under a plan, in bfloat16. `parts` are as for `calibrated_weights`."""
+    """The error of each weight under a plan, in bfloat16; 0 where the file has the scheme already. `parts` are as for `calibrated_weights`."""
     values, errors = {}, {}
     if method.collect:
         assert calibration is not None
         values = calibrated_weights(model, plan, method, calibration, parts=parts, progress=progress)
     for row in plan:
-        if row.policy is not None:
+        if is_kept(row, model.info[row.path]):  # its codes are copied
+            errors[row.path] = jnp.zeros(row.shape, jnp.bfloat16)
+        elif row.policy is not None:
             x = jnp.asarray(decoded(model.load(row.path)), jnp.float32)
             q = values.get(row.path)
             if q is None:
