@@ -12,11 +12,12 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError, io, workflows
+from fewbit.io.containers.container import Weight
 from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import stored
 from fewbit.io.gguf.writer import GGUFWriter
-from fewbit.workflows.convert.gguf import why_not, why_not_model, write_gguf
-from tests.io.gguf.families import COMMON, save_tokenizer
+from fewbit.workflows.convert.gguf import why_not, why_not_model, why_not_weight, write_gguf
+from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
 from tests.models.tokenizers.fields import sentencepiece_source
 from tests.workflows.checkpoints import family_directory, llama_directory, needs_tokenizers
 from tests.workflows.families import run_json
@@ -193,6 +194,32 @@ def test_factors_of_the_rotary_embedding_stay_in_a_gguf_file(directory, tmp_path
     factors = [io.read(path).tensors["rope_freqs.weight"] for path in (first, tmp_path / "q.gguf")]
     assert len(set(factors[0].tolist())) > 1
     np.testing.assert_array_equal(*factors)
+
+
+@pytest.mark.parametrize(("model_type", "is_refused"), [("gpt_oss", False), ("qwen3_moe", True)])
+def test_experts_that_contract_their_first_axis_fit_in_gpt_oss_alone(tmp_path, model_type, is_refused):
+    io.write(tmp_path / "m", {"w": np.ones(2, np.float32)}, config={"model_type": model_type})
+    name, scheme = "model.layers.0.mlp.experts.down_proj", fb.scheme("mxfp4").along(-2, 3)
+    reason = why_not_weight(workflows.load(tmp_path / "m"), Weight(name, (2, 64, 48), "bfloat16", scheme))
+    assert (reason is not None) == is_refused
+
+
+@pytest.mark.slow
+def test_experts_of_gpt_oss_keep_their_blocks(tmp_path):
+    """transformers contracts their first axis, llama.cpp the last; gpt-oss was published in MXFP4."""
+    save_tokenizer(tmp_path / "tokenizer")
+    tokenizer = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
+    settings = {**COMMON, **FAMILIES["gpt-oss"][1], "vocab_size": 300, "rms_norm_eps": 1e-5, "num_hidden_layers": 2}
+    model = workflows.load(family_directory(tmp_path / "hf", "gpt_oss", settings, tokenizer))
+    rules = [{"path": ".*experts/(gate.up|down)", "policy": "mxfp4"}, {"path": ".*", "policy": None}]
+    plan = workflows.plan_model(model, recipe={"rules": rules})
+    workflows.quantize(model, plan, tmp_path / "q", to="gpt-oss")
+    kept = workflows.load(tmp_path / "q")
+    workflows.quantize(kept, workflows.plan_model(kept, recipe="keep"), tmp_path / "m.gguf", to="gguf")
+    joined = np.asarray(fb.dequantize(kept.load("layers/0/mlp/experts/gate+up"), jnp.float32)).swapaxes(1, 2)  # [E, 2 F, in]
+    found = io.read(tmp_path / "m.gguf").tensors
+    for name, rows in (("gate", joined[:, 0::2]), ("up", joined[:, 1::2])):
+        np.testing.assert_array_equal(fb.dequantize(found[f"blk.0.ffn_{name}_exps.weight"]), rows)
 
 
 NVFP4 = {"w": fb.quantize(normal(4, 64), "nvfp4"), "e": fb.quantize(normal(3, 4, 64), "nvfp4")}

@@ -247,6 +247,11 @@ def with_applied_scale(name: str, tensor: Stored, architecture: str, *, is_appli
     return dataclasses.replace(tensor, tensor_scale=np.repeat(tensor.tensor_scale, len(tensor.data)))
 
 
+def is_contracted_first(architecture: Architecture, name: str) -> bool:
+    """Whether a tensor is a stack of experts `[E, in, out]`, which GGUF stores with `in` last."""
+    return architecture.has_interleaved_experts and _EXPERTS.fullmatch(name) is not None
+
+
 def _contracted_last(value: np.ndarray | jax.Array | QArray) -> np.ndarray | jax.Array | QArray:
     """Experts `[E, in, out]` with the contraction axis `in` last.
 

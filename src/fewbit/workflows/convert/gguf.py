@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import QuantError, UnsupportedError
+from ...io.containers.container import Weight
 from ...io.files import mapped
+from ...io.gguf.architectures import ARCHITECTURES
 from ...io.gguf.blocks import why_not as why_not
-from ...io.gguf.conversion import Conversion, applies_scale, ignored_scale, with_applied_scale
+from ...io.gguf.conversion import Conversion, applies_scale, ignored_scale, is_contracted_first, with_applied_scale
 from ...io.gguf.fields import Field
 from ...io.gguf.header import read_header
 from ...io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
@@ -119,6 +121,22 @@ def why_not_model(model: Model) -> str | None:
     except (QuantError, UnsupportedError) as error:
         return str(error)
     return None
+
+
+def why_not_weight(model: Model, weight: Weight) -> str | None:
+    """Why a GGUF file cannot store a weight of a model exactly, as `why_not`. None if it can.
+
+    Args:
+        model: the model.
+        weight: its weight, with its name in a Hugging Face checkpoint.
+    """
+    scheme, shape = weight.scheme, weight.shape
+    architecture = ARCHITECTURES.get(str(model.metadata.get("model_type")))
+    is_first = architecture is not None and is_contracted_first(architecture, weight.name)
+    if is_first and len(shape) == 3 and scheme.pack_axis == -2:
+        experts, inputs, outputs = scheme.tiles(3)
+        scheme, shape = scheme.with_tiles((experts, outputs, inputs), pack_axis=-1), (shape[0], shape[2], shape[1])
+    return why_not(scheme, shape)
 
 
 def why_not_scaled(model: Model, paths: Iterable[str]) -> dict[str, str]:

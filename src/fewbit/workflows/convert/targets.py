@@ -20,7 +20,6 @@ from ...io.containers.container import AbstractContainer, Weight
 from ...io.containers.huggingface import HuggingFace
 from ...io.containers.registry import CONTAINERS, container
 from ...io.containers.writer import ContainerWriter
-from ...io.gguf.blocks import why_not as why_not_type
 from ...io.gguf.writer import check_gguf_output
 from ...io.journal import Journal
 from ...io.native.writer import DirectoryWriter
@@ -32,7 +31,7 @@ from ...recipe.quantize_row import quantized_leaf
 from ...recipe.role import Role
 from ...recipe.rows import PlanRow
 from ..model import Model, Value, decoded, is_kept
-from .gguf import why_not_model, why_not_scaled, write_unfinished
+from .gguf import why_not_model, why_not_scaled, why_not_weight, write_unfinished
 from .hugging_face import as_hugging_face
 
 Values = Iterable[tuple[str, Value]]
@@ -132,7 +131,7 @@ def refusals(to: str, model: Model, plan: Plan) -> dict[str, str]:
         return {}
     found, paths = {}, {model.names.get(path, path): path for path in model.info}
     for weight in planned_weights(model, plan)[0]:
-        reason = why_not_type(weight.scheme, weight.shape) if to == "gguf" else container(to).refusal(weight)
+        reason = why_not_weight(model, weight) if to == "gguf" else container(to).refusal(weight)
         if reason is not None:
             found[paths[weight.name]] = reason
     scaled = [row.path for row in plan if row.policy is not None and row.policy.weight.tensor_scale]
