@@ -65,6 +65,15 @@ def test_transforms(product, transform):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_transforms_within_a_compiled_function(product):
+    fn, x = PRODUCTS[product](lambda q: q)
+    xs = torch.stack([x, 2 * x])
+    transformed = func.vmap(func.grad(lambda x: fn(x).square().sum()))
+    compiled = torch.compile(transformed, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(xs), transformed(xs))
+
+
 def test_look_ups_are_batched_by_vmap():
     q, ids = fbt.quantize(torch.randn(12, 64), "nf4_dq"), torch.tensor([[1, 5, 3], [0, 11, 3]])
     known = functional.embedding(ids, q)

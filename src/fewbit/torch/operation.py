@@ -81,7 +81,7 @@ class PolicyGradient(Operation):
 
 def applied(operation: Operation, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The result of an operation, differentiable in `x`."""
-    if not torch.compiler.is_compiling() and (_is_transformed() or _has_derivative(x)):
+    if _is_transformed() or (not torch.compiler.is_compiling() and _has_derivative(x)):
         return _Applied.apply(operation, x, *tensors)
     return operation.value(x, tensors)
 

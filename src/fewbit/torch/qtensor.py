@@ -368,7 +368,7 @@ class QTensor(torch.Tensor):
         if func in FUNCTIONS:
             return FUNCTIONS[func](*args, **kwargs)
         # Under torch.func a result would be wrapped and lose its class; there is no public way to ask or to suspend it.
-        is_transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        is_transformed = not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
         with torch._C._DisableFuncTorch() if is_transformed else contextlib.nullcontext():
             if func in VIEWS:
                 return VIEWS[func](*args, **kwargs)
@@ -671,6 +671,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         raise QuantError(
             f"copy_ into {into} from {out_of}: convert with q.dequantize() or fewbit.torch.quantize; call "
             "fewbit.torch.quantize_ on the module before load_state_dict of quantized tensors"
+        )
+    if torch.compiler.is_compiling():  # a graph would write into its own alias
+        raise UnsupportedError(
+            "copy_ into a QTensor cannot be compiled", {"QTensor": "call it outside of the compiled function"}
         )
     if target.is_view:
         raise UnsupportedError("copy_ cannot write into a transpose or a part of a QTensor", {"QTensor": _WHOLE})
