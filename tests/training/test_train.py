@@ -275,6 +275,34 @@ def test_a_weight_that_a_loop_changes_is_float_in_the_plan_as_in_training(change
     np.testing.assert_allclose(trained, served, rtol=1e-6, atol=1e-6)
 
 
+@jax.custom_jvp
+def own_jvp(w, x):
+    return jnp.tanh(x @ w)
+
+
+@own_jvp.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    y = jnp.tanh(x @ w)
+    return y, (1 - y**2) * (dx @ w + x @ dw)
+
+
+def test_gradients_go_through_a_custom_jvp_with_a_weight():
+    """Its derivative is linear in the tangents, and JAX transposes it: the weight in it is an array of the values served."""
+    w, x = {"in": normal(8, 8), "out": normal(8, 8, seed=1)}, normal(2, 8)
+
+    def net(w, x):
+        return own_jvp(w["out"], x @ w["in"])
+
+    plan = fb.plan(net, w, x, recipe="w4")
+    decoded = {path: fb.dequantize(q) for path, q in fb.quantize_params(w, plan).items()}
+    expected = jax.grad(lambda w: jnp.sum(net(w, x) ** 2))(decoded)
+    for wrap in (jax.jit, lambda f: f):
+        found = wrap(jax.grad(lambda w: jnp.sum(fb.train(net, "w4")(w, x) ** 2)))(w)
+        for path, gradient in expected.items():
+            np.testing.assert_allclose(found[path], gradient, rtol=1e-5, atol=1e-5)
+
+
 def tied(w, tokens):
     x = w["table"][tokens]
     return jnp.tanh(x) @ w["table"].T

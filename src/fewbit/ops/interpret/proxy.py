@@ -56,6 +56,10 @@ class ArrayProxy(abc.ABC):
         """Two copies, one for one equation and one for later ones. By default JAX adds their cotangents."""
         return self, self
 
+    def in_linear(self) -> Any:
+        """The proxy, or an array in its place, within a linear function that JAX transposes: a Jacobian's product."""
+        return self
+
     def turns(self, length: int) -> PyTree:
         """Leaves with a new first axis that `scan` slices. They are for a proxy that the loop closes over."""
         return ()

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from ...array.axis_move import LAYOUT_PRIMITIVES
 from ...array.scheme import Scheme
 from ...array.sharding import axis_names, spec_entries
+from ...kernels.quantize.dispatch import dequantize
 from ..interpret.proxy import ArrayProxy
 from ..policy import Policy
 from .delayed_scales import copies, forked
@@ -118,6 +119,13 @@ class Latent(ArrayProxy):
             return self, self
         one, other = forked(self.scales)
         return dataclasses.replace(self, scales=one), dataclasses.replace(self, scales=other)
+
+    def in_linear(self) -> jax.Array:
+        from .serving_quantize import quantized_latent  # it needs this class
+
+        # A product under a policy has a VJP of its own, which has no transpose.
+        q = quantized_latent(self)
+        return self.value if q is None else dequantize(q)
 
     def turns(self, length: int) -> PyTree:
         return () if self.scales is None else copies(self.scales, length)

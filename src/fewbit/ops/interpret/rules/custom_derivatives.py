@@ -17,7 +17,7 @@ from jax.tree_util import Partial
 from jaxtyping import PyTree
 
 from ..evaluator import Evaluator, Rule, array_of, bound
-from ..proxy import is_proxy
+from ..proxy import ArrayProxy, is_proxy
 from ..traced import Traced, array_leaves
 
 
@@ -46,13 +46,16 @@ def _custom_jvp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any])
         moving = [i for i, t in enumerate(tangents) if not all(map(_is_zero, jax.tree.leaves(t, is_leaf=_is_zero)))]
         tangents = [_logical_tangent(primals[i], tangents[i]) for i in moving]
 
-        def pushed(primals: tuple[Any, ...], tangents: list[Any]) -> PyTree:
+        def out_and_linear(*arrays: PyTree) -> PyTree:
             def of(*args: PyTree) -> tuple[Any, ...]:
-                return tuple(bound(eqn, _merged(primals, moving, args)))
+                return tuple(bound(eqn, _merged(arrays, moving, args)))
 
-            return jax.jvp(of, tuple(primals[i] for i in moving), tuple(tangents))
+            return jax.linearize(of, *(arrays[i] for i in moving))
 
-        return _traced(evaluator, pushed, tuple(primals), tangents)
+        outputs, linear = _traced(evaluator, out_and_linear, *primals)
+        leaves, treedef = jax.tree.flatten(linear, is_leaf=is_proxy)
+        leaves = [leaf.in_linear() if isinstance(leaf, ArrayProxy) else leaf for leaf in leaves]
+        return outputs, _called(evaluator, treedef, *leaves, tangents)
 
     call.defjvp(rule, symbolic_zeros=True)
     return list(call(*values))
@@ -97,24 +100,25 @@ def _custom_vjp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any])
         outputs, pullback = _traced(evaluator, out_and_pullback, *args)
         # The rule's residuals may be QArrays; they are leaves of the pullback, and stay quantized until it is called.
         leaves, treedef = jax.tree.flatten(pullback, is_leaf=is_proxy)
-        return outputs, (args, Partial(functools.partial(_pulled, evaluator, treedef), *leaves))
+        return outputs, (args, Partial(functools.partial(_called, evaluator, treedef), *leaves))
 
     def backward(saved: tuple[Any, Any], gradients: PyTree) -> tuple[Any, ...]:
         args, pullback = saved
-        cotangents = [_cotangent(args[i], gradient) for i, gradient in zip(floats, pullback(gradients), strict=True)]
+        cotangents = [_cotangent(args[i], gradient) for i, gradient in zip(floats, pullback([gradients]), strict=True)]
         return tuple(_merged([None] * len(args), floats, cotangents))
 
     call.defvjp(forward, backward)
     return list(call(*values))
 
 
-def _pulled(evaluator: Evaluator, treedef: Any, *leaves_and_gradients: PyTree) -> PyTree:
-    *leaves, gradients = leaves_and_gradients
+def _called(evaluator: Evaluator, treedef: Any, *leaves_and_args: PyTree) -> PyTree:
+    """A linear function, given as a pytree whose leaves may be proxies, of arguments (the last value)."""
+    *leaves, args = leaves_and_args
 
-    def pull(leaves: list[Any], gradients: PyTree) -> PyTree:
-        return jax.tree.unflatten(treedef, leaves)(gradients)
+    def call(leaves: list[Any], args: Sequence[PyTree]) -> PyTree:
+        return jax.tree.unflatten(treedef, leaves)(*args)
 
-    return _traced(evaluator, pull, leaves, gradients)
+    return _traced(evaluator, call, leaves, args)
 
 
 def _cotangent(x: PyTree, gradient: PyTree) -> PyTree:
