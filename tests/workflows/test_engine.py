@@ -13,7 +13,7 @@ from fewbit.evaluate.transformers_engine import transformers_engine
 from fewbit.kvcache import kv_policy
 from fewbit.models import is_installed
 from fewbit.workflows.engine import as_stored, choose_engine, transformers_of
-from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.workflows.families import LETTERS, TEXT, checkpoint, run_json, write_tokenizer
 
 pytestmark = needs_tokenizers
@@ -125,6 +125,17 @@ def test_auto_is_the_decoder_on_a_llama_and_agrees_with_transformers(found):
     for key in ("reference", "candidate"):
         assert theirs["against"][key]["value"] == pytest.approx(ours["against"][key]["value"], rel=1e-5)
     assert theirs["against"]["kl"]["mean"]["value"] == pytest.approx(ours["against"]["kl"]["mean"]["value"], rel=1e-3)
+
+
+@pytest.mark.oracle
+@needs_transformers
+def test_without_architectures_a_decoder_has_its_perplexity_beside_a_reference(tmp_path):
+    """Its paths in fewbit are not the names of its files, by which transformers' class is chosen."""
+    model, text = llama_directory(tmp_path / "hf"), text_file(tmp_path)
+    arguments = ("--text", text, "--window", 8, "--tokens", 16, "--engine", "transformers")
+    quality = run_json("eval", model, "--against", model, *arguments)["quality"]
+    assert quality["engine"].split()[0] == "LlamaForCausalLM"
+    assert quality["against"]["kl"]["mean"]["value"] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.oracle

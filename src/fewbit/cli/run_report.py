@@ -41,6 +41,8 @@ def show_evaluation(
     if against is not None:
         reference, against_text = load(against), str(against)
     name = choose_engine(engine, model, reference)
+    if name == "transformers":
+        model, reference = as_stored(model), reference and as_stored(reference)
     if reference is not None and _has_outputs_only(model, name, inputs):
         if kv is not None:
             raise QuantError("--kv is about causal language models; leave it out")
