@@ -167,6 +167,8 @@ def test_an_importance_matrix(model, tmp_path):
         assert f"--imatrix is for --method imatrix, not {name}" in run(*quantize, name, "--overwrite", status=2).stderr
     both = run(*quantize, "imatrix", "--overwrite", *calibration, status=2).stderr
     assert "--imatrix takes the place of the calibration text" in both
+    unseen = run(*quantize, "imatrix", "--overwrite", "--unseen-experts", "share", status=2).stderr
+    assert "--imatrix rounds experts without tokens to nearest; drop it or --unseen-experts" in unseen
     assert "measured without a rotation, which changes the inputs" in run(*quantize, "imatrix", "--rotate", status=2).stderr
 
 

@@ -167,6 +167,8 @@ def chosen_method(
             raise QuantError(f"--imatrix is for --method imatrix, not {name}; change one of the two")
         if (text, windows, window) != (None, None, None):
             raise QuantError("--imatrix takes the place of the calibration text; drop it or the options --calibration-*")
+        if unseen is not None:
+            raise QuantError("--imatrix rounds experts without tokens to nearest; drop it or --unseen-experts")
         return ChosenMethod(chosen, ImportanceFile.read(imatrix))
     if chosen.collect or scaling is not None:
         data = calibration_data(model, text, windows=windows or WINDOWS, window=window, unseen_experts=unseen)
