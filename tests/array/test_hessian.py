@@ -157,3 +157,12 @@ def test_long_tiles_of_float_scales_are_refused():
     spec = dataclasses.replace(fb.scheme("int8"), tile={...: 1, -1: None})
     with pytest.raises(UnsupportedError, match="a tile of 1024 elements has 131072 breakpoints in int8"):
         fb.quantize_with_hessian(jnp.ones((1, 1024)), spec, jnp.zeros((1, 1024, 1024)))
+
+
+def test_x64_changes_no_byte() -> None:
+    """Scales are computed in float32: with 64-bit defaults the sweep of E8M0 scales had two dtypes."""
+    hessian = products_of_inputs(32).astype(np.float32)
+    known = fb.quantize_with_hessian(W, "mxfp4", hessian, rounds=0)
+    with jax.enable_x64(True):
+        found = fb.quantize_with_hessian(W, "mxfp4", hessian, rounds=0)
+    assert np.array_equal(found.codes, known.codes) and np.array_equal(found.scale, known.scale)

@@ -204,7 +204,7 @@ class _Problem:
         grid = jnp.asarray(grid[grid >= np.finfo(np.float32).tiny], jnp.float32)
         tensor = self.store.unit
         if tensor is None:
-            tensor = jnp.ones((1, 1, 1))
+            tensor = jnp.ones((1, 1, 1), jnp.float32)
 
         def step(i: jax.Array, best: _Found) -> _Found:
             scale = jnp.maximum(grid[i] * tensor / self.unit, jnp.float32(SMALLEST))
