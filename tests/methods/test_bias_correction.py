@@ -160,6 +160,12 @@ def test_what_is_refused():
         correct_biases(params["dense"], quantized, plan, stats)
 
 
+def test_inputs_that_overflow_are_refused():
+    params = {"dense": {"kernel": normal(K, N), "bias": jnp.zeros(N)}}
+    with pytest.raises(fb.QuantError, match=r"sums of inputs of dense/kernel \(1 of 32\); the activations overflow"):
+        corrected(dense, params, X.at[0, 0].set(jnp.inf))
+
+
 def test_batch_axes_that_are_not_first_are_refused():
     def last(params, x):
         return jnp.einsum("etk,nke->etn", x, params["w"]) + params["b"][:, None]

@@ -19,7 +19,7 @@ from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize.dispatch import dequantize
 from ..ops.interpret.parameter_uses import parameter_paths, with_leaves
 from ..recipe.plan import Plan
-from ..recipe.quantize_row import SupportsObservations
+from ..recipe.quantize_row import SupportsObservations, non_finite_counts, non_finite_message
 from ..recipe.rows import PlanRow
 from ..recipe.rule import PRODUCT_OPS
 from .weight_matrices import MatrixAxes
@@ -53,8 +53,8 @@ def correct_biases(
         `quantized` with other biases, in their dtypes.
 
     Raises:
-        QuantError: when a weight with a bias has no sums, or `biases` names what is not there, is quantized, or has another
-            shape than the outputs.
+        QuantError: when a weight with a bias has no sums, or sums with NaN or infinity, or `biases` names what is not there, is
+            quantized, or has another shape than the outputs.
         UnsupportedError: when a weight with a bias has batch axes that are not its first ones, in the order of the product.
 
     >>> import fewbit as fb
@@ -141,6 +141,10 @@ def _mean_input(row: PlanRow, seen: Mapping[str, Observation]) -> Float[Array, "
     one = seen.get(row.path)
     if one is None or one.sum is None:
         raise QuantError(f'{row.path} has no sums of its inputs; pass stats=fb.observe(fn, ..., collect=("sum",))')
+    if counts := non_finite_counts([(f"the sums of inputs of {row.path}", one.sum)]):
+        raise QuantError(
+            non_finite_message(counts, "the activations overflow on the calibration data: check the batches and the model")
+        )
     return one.sum / jnp.maximum(one.count, 1).reshape(*one.count.shape, *[1] * (one.sum.ndim - one.count.ndim))
 
 
