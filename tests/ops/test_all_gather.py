@@ -1,5 +1,6 @@
 """Products of sharded QArrays: their values, and that between devices no weight moves decoded."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -157,3 +158,33 @@ def test_gradients_gather_codes_too():
         gradient = jax.grad(functools.partial(loss, policy=policy))
         assert gathers_no_decoded_weight(moved(gradient, x, q), q)
         np.testing.assert_allclose(jax.jit(gradient)(x, q), expected, rtol=1e-5, atol=1e-4)
+
+
+BLOCKS = fb.Policy("int8_g128", "int8_g128")
+
+
+def test_products_of_blocks_move_no_weight():
+    mesh, numbers = mesh_of(AxisType.Auto), (((1,), (0,)), ((), ()))
+    w, x = jax.random.normal(jax.random.key(0), (4 * 128, N)), jax.random.normal(jax.random.key(1), (8, 4 * 128))
+    q = dataclasses.replace(fb.quantize(w, BLOCKS.weight, axis=-2), policy=BLOCKS)
+
+    def fn(x: jax.Array, q: fb.QArray) -> jax.Array:
+        return fb.dot_general(x, q, numbers)
+
+    there = jax.device_put(x, NamedSharding(mesh, P("data", "model"))), q.with_sharding((mesh, P("model")))
+    assert {which for which, _, _ in moved(fn, *there)} == {"all-reduce"}
+    np.testing.assert_allclose(jax.jit(fn)(*there), fn(x, q), rtol=1e-5, atol=1e-4)
+
+
+def test_products_of_blocks_on_an_explicit_mesh():
+    mesh, numbers = mesh_of(AxisType.Explicit), (((1,), (0,)), ((), ()))
+    w, x = jax.random.normal(jax.random.key(0), (K, N)), jax.random.normal(jax.random.key(1), (8, K))
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return fb.dot_general(x, w, numbers, policy=BLOCKS)
+
+    there = jax.device_put((x, w), (NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "model"))))
+    with jax.set_mesh(mesh):
+        y = fn(*there)
+    assert y.sharding.spec == P("data", "model")
+    np.testing.assert_allclose(y, fn(x, w), rtol=1e-5, atol=1e-4)

@@ -5,7 +5,8 @@
 - Both quantized, with scales and integer zero points constant along the contraction: the codes are multiplied (`codes.py`) and
   the result is scaled, as hardware does it.
 - The same with scales in blocks of at least `LEAST_TILE` along one contracted axis: the code products of each block are scaled
-  and accumulated in float32. No float array of an operand's size is made.
+  and accumulated in float32. No float array of an operand's size is made. On several devices each has its own accumulator, so
+  that a sharded contraction moves no operand.
 - Any other two quantized operands, and the last case with both an `out_sharding` and zero points: both are dequantized to float32.
 - A ragged product: `lax.ragged_dot_general` with dequantized matrices. Of two quantized operands with scales constant along the
   contraction, that of the codes.
@@ -13,11 +14,13 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.lax import RaggedDotDimensionNumbers
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from ...array.qarray import QArray
@@ -164,12 +167,26 @@ def _tiled_product(problem: Problem, lhs: QArray, rhs: QArray) -> jax.Array | No
     dtypes, accumulator = types
     left, right = (_cut_side(side(q, t, but=axis), axis, tile) for q, t, axis in zip((lhs, rhs), dtypes, axes, strict=True))
 
-    def add(total: jax.Array, block: tuple[CodeOperand, CodeOperand]) -> tuple[jax.Array, None]:
-        return total + scaled_sums(described, block[0], block[1], accumulator), None
+    def sums(block: tuple[CodeOperand, CodeOperand]) -> jax.Array:
+        return scaled_sums(described, *block, accumulator)
 
-    first = jax.tree.map(lambda x: x[0], (left, right))
-    shape = jax.eval_shape(lambda: scaled_sums(described, first[0], first[1], accumulator)).shape
-    return jax.lax.scan(add, jnp.zeros(shape, jnp.float32), (left, right))[0]
+    blocks, runs = (left, right), math.gcd(left.values.shape[0], _partitions())
+    if runs > 1:
+        # A scan over a sharded axis would gather the operands: each step takes a block of every device's run of blocks.
+        sums = jax.vmap(sums)
+        blocks = jax.tree.map(lambda x: x.reshape(runs, -1, *x.shape[1:]).swapaxes(0, 1), blocks)
+    like = jax.eval_shape(lambda: sums(jax.tree.map(lambda x: x[0], blocks)))
+    total = jnp.zeros(like.shape, jnp.float32, out_sharding=like.sharding)  # None without an explicit mesh
+    total = jax.lax.scan(lambda total, block: (total + sums(block), None), total, blocks)[0]
+    return jnp.sum(total, axis=0) if runs > 1 else total
+
+
+def _partitions() -> int:
+    """Over how many devices XLA may partition a contraction. 1 on a mesh without auto axes, as inside `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and AxisType.Auto not in mesh.axis_types:
+        return 1
+    return jax.device_count()
 
 
 def _tiled_axis(problem: Problem, lhs: QArray, rhs: QArray) -> tuple[tuple[int, int], int] | None:
