@@ -17,6 +17,7 @@ from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
 from fewbit.recipe.plan import Plan
 from fewbit.workflows.methods.allocation import (
+    Sensitivity,
     allocated,
     check_bits,
     fitting,
@@ -142,6 +143,15 @@ def test_a_weight_that_is_kept_as_stored_costs_nothing(tmp_path):
     plan = workflows.plan_model(stored, recipe=fb.Recipe((fb.Rule(r".*/down", "int8"),)))
     (one,) = sensitivities(stored, plan, ["int4", "int4_g8"], np.zeros((1, 4), np.int32))
     assert one.losses["int4"] == 0 < one.losses["int4_g8"]
+
+
+def test_losses_that_are_all_equal_have_no_rank_correlation():
+    losses = [(0.1, 0.0), (0.2, 0.0)]
+    found = [
+        Sensitivity((str(i),), {"a": a, "b": b}, {"a": 1, "b": 2}, {"a": 2 * a, "b": b}) for i, (a, b) in enumerate(losses)
+    ]
+    assert rank_correlations(found) == {"a": pytest.approx(1)}
+    assert rank_correlations(found[:1]) == {}
 
 
 @pytest.mark.parametrize("is_measured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["estimated", "measured"])

@@ -323,21 +323,26 @@ def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
     notes = [f"the estimated KL divergence of all weights together is {total:.3g} nats a token"]
     if any(one.measured for one in found):
         notes = [f"the KL divergences measured for each of {len(found)} groups of weights sum to {total:.3g} nats a token"]
-        ranks = [f"{correlation:.2f} for {name}" for name, correlation in rank_correlations(found).items()]
-        notes.append(f"the rank correlation of the measured and the estimated ones is {', '.join(ranks)}")
+        if ranks := [f"{correlation:.2f} for {name}" for name, correlation in rank_correlations(found).items()]:
+            notes.append(f"the rank correlation of the measured and the estimated ones is {', '.join(ranks)}")
     return dataclasses.replace(
         plan, rows=tuple(rows), recipe=f"{bits:g} bits of {', '.join(names)}", notes=(*plan.notes, *notes)
     )
 
 
 def rank_correlations(found: Iterable[Sensitivity]) -> dict[str, float]:
-    """Spearman's rank correlation of measured and estimated losses, by scheme."""
+    """Spearman's rank correlation of measured and estimated losses, by scheme.
+
+    Schemes whose losses are all equal, measured or estimated, have none: such as the one that a file has its weights in already.
+    """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for one in found:
         for name, loss in one.measured.items():
             pairs.setdefault(name, []).append((one.estimates[name], loss))
     return {
-        name: float(np.corrcoef(rankdata(some, axis=0), rowvar=False)[0, 1]) for name, some in pairs.items() if len(some) > 1
+        name: float(np.corrcoef(rankdata(some, axis=0), rowvar=False)[0, 1])
+        for name, some in pairs.items()
+        if np.ptp(some, axis=0).all()
     }
 
 
