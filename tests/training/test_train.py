@@ -303,6 +303,25 @@ def test_gradients_go_through_a_custom_jvp_with_a_weight():
             np.testing.assert_allclose(found[path], gradient, rtol=1e-5, atol=1e-5)
 
 
+def test_a_custom_vjp_does_not_quantize_gradients_as_activations():
+    """They may be far below the step of the activations' static range."""
+
+    @jax.custom_vjp
+    def own_vjp(w, x):
+        return x @ w
+
+    own_vjp.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, g: (saved[1].T @ g, g @ saved[0].T))
+
+    def net(w, x):
+        return 1e-4 * jnp.sum(jnp.sin(own_vjp(w["out"], x @ w["in"])))
+
+    w, x = {"in": normal(8, 8), "out": normal(8, 8, seed=1)}, normal(2, 8)
+    static = fb.observe(net, w, [x], "w8a8").recipe("w8a8")
+    found, expected = jax.grad(fb.train(net, static))(w, x), jax.grad(net)(w, x)
+    for path, gradient in expected.items():
+        np.testing.assert_allclose(found[path], gradient, atol=0.1 * jnp.abs(gradient).max())
+
+
 def tied(w, tokens):
     x = w["table"][tokens]
     return jnp.tanh(x) @ w["table"].T

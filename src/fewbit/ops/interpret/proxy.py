@@ -56,8 +56,8 @@ class ArrayProxy(abc.ABC):
         """Two copies, one for one equation and one for later ones. By default JAX adds their cotangents."""
         return self, self
 
-    def in_linear(self) -> Any:
-        """The proxy, or an array in its place, within a linear function that JAX transposes: a Jacobian's product."""
+    def saved(self) -> Any:
+        """The proxy, or an array in its place, where a function's own derivative rule saves it for its linear part."""
         return self
 
     def turns(self, length: int) -> PyTree:

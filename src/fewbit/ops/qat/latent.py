@@ -120,10 +120,10 @@ class Latent(ArrayProxy):
         one, other = forked(self.scales)
         return dataclasses.replace(self, scales=one), dataclasses.replace(self, scales=other)
 
-    def in_linear(self) -> jax.Array:
+    def saved(self) -> jax.Array:
         from .serving_quantize import quantized_latent  # it needs this class
 
-        # A product under a policy has a VJP of its own, which has no transpose.
+        # A product under the policy would quantize a gradient as an activation, in its static range, and has no transpose.
         q = quantized_latent(self)
         return self.value if q is None else dequantize(q)
 

@@ -54,8 +54,7 @@ def _custom_jvp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any])
 
         outputs, linear = _traced(evaluator, out_and_linear, *primals)
         leaves, treedef = jax.tree.flatten(linear, is_leaf=is_proxy)
-        leaves = [leaf.in_linear() if isinstance(leaf, ArrayProxy) else leaf for leaf in leaves]
-        return outputs, _called(evaluator, treedef, *leaves, tangents)
+        return outputs, _called(evaluator, treedef, *map(_saved, leaves), tangents)
 
     call.defjvp(rule, symbolic_zeros=True)
     return list(call(*values))
@@ -100,7 +99,7 @@ def _custom_vjp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any])
         outputs, pullback = _traced(evaluator, out_and_pullback, *args)
         # The rule's residuals may be QArrays; they are leaves of the pullback, and stay quantized until it is called.
         leaves, treedef = jax.tree.flatten(pullback, is_leaf=is_proxy)
-        return outputs, (args, Partial(functools.partial(_called, evaluator, treedef), *leaves))
+        return outputs, (args, Partial(functools.partial(_called, evaluator, treedef), *map(_saved, leaves)))
 
     def backward(saved: tuple[Any, Any], gradients: PyTree) -> tuple[Any, ...]:
         args, pullback = saved
@@ -109,6 +108,11 @@ def _custom_vjp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any])
 
     call.defvjp(forward, backward)
     return list(call(*values))
+
+
+def _saved(x: PyTree) -> PyTree:
+    """A value that a derivative rule saves."""
+    return x.saved() if isinstance(x, ArrayProxy) else x
 
 
 def _called(evaluator: Evaluator, treedef: Any, *leaves_and_args: PyTree) -> PyTree:
