@@ -239,6 +239,8 @@ def test_what_it_refuses() -> None:
         fbt.matmul(torch.ones(2, 64), q.T, backend="triton")
     with pytest.raises(fb.UnsupportedError, match=r"products accumulate in float32; pass x\.float"):
         torch.nn.functional.linear(torch.ones(2, 64).double(), q)
+    with pytest.raises(fb.UnsupportedError, match="mm cannot take out= with a QTensor"):
+        torch.mm(torch.ones(2, 64), q.T, out=torch.empty(2, 12))
     with pytest.raises(fb.QuantError, match="a stack of matrices takes"):
         fbt.matmul(torch.ones(2, 64), weight("mxfp4", 3, 64, 12))
 

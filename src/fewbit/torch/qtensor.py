@@ -366,6 +366,11 @@ class QTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in FUNCTIONS:
+            if kwargs.get("out") is not None:
+                name = getattr(func, "__name__", func)
+                raise UnsupportedError(
+                    f"{name} cannot take out= with a QTensor", {"QTensor": "its products are new tensors"}
+                )
             return FUNCTIONS[func](*args, **kwargs)
         # Under torch.func a result would be wrapped and lose its class; there is no public way to ask or to suspend it.
         is_transformed = not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
