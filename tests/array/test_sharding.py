@@ -190,6 +190,12 @@ def test_a_spec_of_too_many_axes_or_unknown_ones_is_refused():
         fb.specs_of(make("int8"), mesh_of(), P("tensor"))
 
 
+def test_what_is_no_spec_is_refused():
+    for wrong in ("model", 3):
+        with pytest.raises(QuantError, match=f"specs has {wrong!r}; pass a PartitionSpec, a NamedSharding or None"):
+            fb.specs_of({"w": make("int8")}, mesh_of(), {"w": wrong})
+
+
 # --- trees ---
 
 

@@ -44,7 +44,8 @@ def specs_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
         A pytree of the structure of `tree`, with a PartitionSpec for every leaf.
 
     Raises:
-        QuantError: when a shard would cut a tile or a byte; names the parameter, the axis and specs that fit.
+        QuantError: when a shard would cut a tile or a byte; names the parameter, the axis and specs that fit. For anything else
+            in the place of a spec.
 
     >>> q = fb.quantize(jnp.ones((64, 128)), "nf4")
     >>> specs_of(q, jax.make_mesh((2,), ("model",)), jax.P(None, "model")).scale
@@ -74,13 +75,15 @@ def shardings_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
     (32, 64)
     """
 
-    def below(path: KeyPath, spec: PartitionSpec | NamedSharding | None, subtree: PyTree) -> PyTree:
+    def below(path: KeyPath, spec: object, subtree: PyTree) -> PyTree:
         if isinstance(spec, NamedSharding):
             if spec.mesh != mesh:
                 raise QuantError(f"specs has a NamedSharding on {spec.mesh}, and mesh is {mesh}; pass a PartitionSpec")
             spec = spec.spec
         if spec is None:
             spec = PartitionSpec()
+        if not isinstance(spec, PartitionSpec):
+            raise QuantError(f"specs has {spec!r}; pass a PartitionSpec, a NamedSharding or None for each array or subtree")
         sharding = NamedSharding(mesh, spec)
         return jax.tree_util.tree_map_with_path(
             lambda rest, leaf: placement(leaf, sharding, (*path, *rest)), subtree, is_leaf=is_qarray
