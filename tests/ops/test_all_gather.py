@@ -176,6 +176,13 @@ def test_products_of_blocks_move_no_weight():
     np.testing.assert_allclose(jax.jit(fn)(*there), fn(x, q), rtol=1e-5, atol=1e-4)
 
 
+def test_products_of_blocks_have_one_accumulator_where_several_are_larger_than_the_operands():
+    w, x = jnp.ones((8 * 128, 4 * 128)), jnp.ones((8 * 128, 8 * 128))
+    fn = functools.partial(fb.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), policy=BLOCKS)
+    assert "f32[8,1024,512]" not in str(jax.make_jaxpr(fn)(x, w))
+    assert "f32[8,8,512]" in str(jax.make_jaxpr(fn)(x[:8], w))
+
+
 def test_products_of_blocks_on_an_explicit_mesh():
     mesh, numbers = mesh_of(AxisType.Explicit), (((1,), (0,)), ((), ()))
     w, x = jax.random.normal(jax.random.key(0), (K, N)), jax.random.normal(jax.random.key(1), (8, K))

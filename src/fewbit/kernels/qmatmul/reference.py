@@ -5,8 +5,8 @@
 - Both quantized, with scales and integer zero points constant along the contraction: the codes are multiplied (`codes.py`) and
   the result is scaled, as hardware does it.
 - The same with scales in blocks of at least `LEAST_TILE` along one contracted axis: the code products of each block are scaled
-  and accumulated in float32. No float array of an operand's size is made. On several devices each has its own accumulator, so
-  that a sharded contraction moves no operand.
+  and accumulated in float32. No float array of an operand's size is made. On several devices each has its own accumulator where
+  these are smaller than the operands, so that a sharded contraction moves no operand.
 - Any other two quantized operands, and the last case with both an `out_sharding` and zero points: both are dequantized to float32.
 - A ragged product: `lax.ragged_dot_general` with dequantized matrices. Of two quantized operands with scales constant along the
   contraction, that of the codes.
@@ -171,14 +171,17 @@ def _tiled_product(problem: Problem, lhs: QArray, rhs: QArray) -> jax.Array | No
         return scaled_sums(described, *block, accumulator)
 
     blocks, runs = (left, right), math.gcd(left.values.shape[0], _partitions())
-    if runs > 1:
-        # A scan over a sharded axis would gather the operands: each step takes a block of every device's run of blocks.
+    like = jax.eval_shape(lambda: sums(jax.tree.map(lambda x: x[0], blocks)))
+    # A scan over a sharded axis would gather the operands: each step takes a block of every device's run of blocks. Not where
+    # the accumulators of the runs take more memory than the operands, for XLA may as well have sharded other axes.
+    is_in_runs = runs > 1 and runs * like.size <= math.prod(lhs.shape) + math.prod(rhs.shape)
+    if is_in_runs:
         sums = jax.vmap(sums)
         blocks = jax.tree.map(lambda x: x.reshape(runs, -1, *x.shape[1:]).swapaxes(0, 1), blocks)
-    like = jax.eval_shape(lambda: sums(jax.tree.map(lambda x: x[0], blocks)))
+        like = jax.ShapeDtypeStruct((runs, *like.shape), like.dtype)
     total = jnp.zeros(like.shape, jnp.float32, out_sharding=like.sharding)  # None without an explicit mesh
     total = jax.lax.scan(lambda total, block: (total + sums(block), None), total, blocks)[0]
-    return jnp.sum(total, axis=0) if runs > 1 else total
+    return jnp.sum(total, axis=0) if is_in_runs else total
 
 
 def _partitions() -> int:
