@@ -58,6 +58,25 @@ def test_every_scheme_comes_from_jax_and_goes_back(name: str) -> None:
     assert t.T.codes.data_ptr() == t.codes.data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_distributed_checkpoints_have_it(tmp_path) -> None:
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    module, other = nn.Linear(64, 16), nn.Linear(64, 16)
+    for one in (module, other):
+        fbt.quantize_(one, "nf4")
+    checkpoint.save(module.state_dict(), checkpoint_id=tmp_path)
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    other.load_state_dict(state)
+    torch.testing.assert_close(other(torch.eye(64)), module(torch.eye(64)), rtol=0, atol=0)
+
+
+def test_writers_that_need_a_storage_are_told_what_to_call() -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(fb.QuantError, match="no storage of its own dtype, which save_pretrained"):
+        safetensors.save({"w": fbt.quantize(torch.ones(4, 64), "nf4")})
+
+
 @pytest.mark.finding(6)
 def test_a_state_dict_has_it() -> None:
     model, other = (nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4)) for _ in range(2))

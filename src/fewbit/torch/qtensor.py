@@ -717,6 +717,12 @@ def _einsum(*_: object) -> QTensor:
     raise UnsupportedError("einsum cannot take a QTensor", {"QTensor": reason})
 
 
+def _storage(*_: object) -> None:
+    """`q.storage()`, which writers of safetensors files ask for. They take UnsupportedError for a tensor without elements."""
+    advice = "write QTensors by torch.save or fewbit.io.write, and the plain numbers by q.dequantize()"
+    raise QuantError(f"a QTensor has no storage of its own dtype, which save_pretrained and safetensors need; {advice}")
+
+
 def _getter(name: str) -> Callable[..., Any]:
     """The function by which `__torch_function__` knows a property."""
     return getattr(torch.Tensor, name).__get__
@@ -726,6 +732,7 @@ FUNCTIONS |= {
     torch.einsum: _einsum,
     # Libraries recognize shared parameters by it (accelerate); torch's is 0 for all QTensors.
     torch.Tensor.data_ptr: lambda q: q.codes.data_ptr(),
+    torch.Tensor.storage: _storage,
 }
 VIEWS |= {
     torch.Tensor.detach: _detached,
@@ -754,5 +761,6 @@ DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten.permute.default: permuted,
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
+    _aten.is_pinned.default: lambda q, device=None: all(leaf.is_pinned() for leaf in q.leaves),
 }
 """The torch dispatcher operations of a QTensor; matmuls do not get here, see `FUNCTIONS`."""
