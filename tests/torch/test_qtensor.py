@@ -181,9 +181,10 @@ def test_writes_reach_the_parameter_or_are_refused() -> None:
     assert same(p, new) and x.min() == 1
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_write_that_a_graph_would_lose_is_refused(q: "fbt.QTensor", fullgraph: bool) -> None:
-    compiled = torch.compile(lambda q, new: q.copy_(new), backend="aot_eager", fullgraph=fullgraph)
+def test_a_write_that_a_graph_would_lose_is_refused(q: "fbt.QTensor", fullgraph: bool, dynamic: bool) -> None:
+    compiled = torch.compile(lambda q, new: q.copy_(new), backend="aot_eager", fullgraph=fullgraph, dynamic=dynamic)
     with pytest.raises(Exception, match="copy_ into a QTensor cannot be compiled"):
         compiled(q.clone(), q)
 

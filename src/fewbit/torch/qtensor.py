@@ -284,7 +284,7 @@ class QTensor(torch.Tensor):
     @property
     def nbytes(self) -> int:
         """The stored bytes: packed codes, scales, zero points and tensor scale."""
-        return sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
+        return sum(int(leaf.numel()) * leaf.element_size() for leaf in self.leaves)
 
     @property
     def bits_per_weight(self) -> float:
@@ -294,7 +294,7 @@ class QTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         shape = ", ".join(map(str, self.shape))
         place = "" if self.device.type == "cpu" else f", {self.device}"
-        if not isinstance(self.nbytes, int):  # a compiler's symbol
+        if not all(isinstance(length, int) for length in self.codes.shape):  # a compiler's symbols
             return f"QTensor({self.scheme.name}, {_name(self.dtype)}[{shape}]{place})"
         return (
             f"QTensor({self.scheme.name}, {_name(self.dtype)}[{shape}], {self.nbytes:,} bytes, "
