@@ -1,11 +1,15 @@
 """Groups of stored arrays: complete, owned once, and consistent."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from fewbit.errors import QuantError
+import fewbit as fb
+from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.checkpoint import TensorInfo, Tensors
-from fewbit.io.containers.container import Group, grouped
+from fewbit.io.containers.container import Group, Weight, grouped
+from fewbit.io.containers.registry import container
 from tests.io.containers.simple import INT8, Simple
 
 
@@ -39,3 +43,13 @@ def test_each_array_has_one_owner():
 
 def test_a_weight_may_have_the_name_of_one_of_its_parts():
     assert list(grouped(tensors(w=(2,), s=(2,), z=(1,)), {"w": group("w", "s")}, "here")) == ["w", "z"]
+
+
+@pytest.mark.parametrize("name", ["gptq", "mlx", "torchao"])
+def test_schemes_of_float_activations_are_named_where_activations_are_what_does_not_fit(name):
+    weight = Weight("a.weight", (128, 128), "float32", fb.scheme("int8"), fb.scheme("int8"))
+    with pytest.raises(UnsupportedError, match="Schemes that fit, with float activations: ") as caught:
+        container(name).check([weight])
+    for said in str(caught.value).rpartition(": ")[2].split(", "):
+        fitting = fb.scheme(said).along(-1, 2)
+        container(name).check([dataclasses.replace(weight, scheme=fitting, activations=None)])

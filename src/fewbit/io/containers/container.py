@@ -149,12 +149,15 @@ class AbstractContainer(abc.ABC):
 
     def _advice(self, weight: Weight) -> str:
         """A sentence with the schemes nearest in size that fit a refused weight."""
-        bits = weight.scheme.format.bits
+        bits, said = weight.scheme.format.bits, "Schemes that fit"
         fitting = [name for name in self.schemes if self.refusal(_in_scheme(weight, name)) is None]
-        fitting.sort(key=lambda name: abs(_in_scheme(weight, name).scheme.format.bits - bits))
+        if not fitting and weight.activations is not None:
+            said, weight = "Schemes that fit, with float activations", dataclasses.replace(weight, activations=None)
+            fitting = [name for name in self.schemes if self.refusal(_in_scheme(weight, name)) is None]
         if not fitting:
             return f"No scheme of {self.name} fits a tensor of shape {weight.shape}: keep it in float"
-        return f"Schemes that fit: {', '.join(fitting[:6])}"
+        fitting.sort(key=lambda name: abs(_in_scheme(weight, name).scheme.format.bits - bits))
+        return f"{said}: {', '.join(fitting[:6])}"
 
 
 def _in_scheme(weight: Weight, name: str) -> Weight:
