@@ -27,6 +27,8 @@ def test_a_scaling_goes_with_any_method():
         scaled_method("smothquant")
     with pytest.raises(fb.QuantError, match=r"unknown method 'gptw'"):
         scaled_method("awq+gptw")
+    with pytest.raises(fb.QuantError, match="unknown method ''; known: "):
+        scaled_method("awq+")
     for name in ("smoothquant", "awq+gptq"):
         with pytest.raises(fb.QuantError, match=r"scales the inputs of products first.*fb\.methods\.scaled_method"):
             method(name)

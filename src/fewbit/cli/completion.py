@@ -40,9 +40,14 @@ def scheme_lists(incomplete: str) -> list[Described]:
 
 
 def method_names(incomplete: str) -> list[Described]:
-    """The methods and scalings that begin so. After `awq+` it is the method that goes with it."""
+    """The methods and scalings that begin so. After `awq+` and `qep+` it is a method that goes with it."""
     before, plus, last = incomplete.rpartition("+")
-    return [(before + plus + name, text) for name, text in _described("methods") if name.startswith(last)]
+    described = dict(_described("methods"))
+    names = list(described)
+    if plus:
+        after = {one["name"]: one["followed by"] for one in records("methods")}
+        names = after.get(before.rpartition("+")[2], [])
+    return [(before + plus + name, described[name]) for name in names if name.startswith(last)]
 
 
 def layout_names(incomplete: str) -> list[Described]:

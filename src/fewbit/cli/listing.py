@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from .._table import Column, table
 from ..array.scheme import SCHEMES, Scheme
+from ..errors import QuantError
 from ..formats.format import FORMATS, AbstractFormat
 from ..io.containers.registry import CONTAINERS
 from ..kernels.quantize.dispatch import quantize
-from ..methods.named import METHODS, SCALINGS
+from ..methods.named import METHODS, SCALINGS, scaled_method
 from ..ops.policy import Arm, Policy
 from ..recipe.recipe import RECIPES, Recipe
 from ..recipe.rule import Rule
@@ -34,7 +35,9 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
     return {
         "formats": [_format_record(fmt) for fmt in FORMATS],
         "schemes": [{"name": name, **_scheme_record(SCHEMES[name])} for name in SCHEMES.names()],
-        "methods": [_named(name, one) for name, one in (SCALINGS | METHODS).items()],
+        "methods": [
+            {**_named(name, one), "followed by": _methods_after(name)} for name, one in (SCALINGS | METHODS).items()
+        ],
         "layouts": _layouts(),
         "recipes": [*recipes, {"name": KEEP, "description": "Every tensor as stored in the file (quantize --keep)."}],
     }
@@ -43,6 +46,19 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
 def _named(name: str, one: type) -> dict[str, str]:
     """A record of a class: what its documentation begins with."""
     return {"name": name, "description": (one.__doc__ or "").partition("\n")[0]}
+
+
+def _methods_after(name: str) -> list[str]:
+    """The methods that may follow one and a `+`."""
+    return [after for after in METHODS if _is_method(f"{name}+{after}")]
+
+
+def _is_method(name: str) -> bool:
+    try:
+        scaled_method(name)
+    except QuantError:
+        return False
+    return True
 
 
 def _layouts() -> list[dict[str, str]]:

@@ -92,7 +92,7 @@ def scaled_method(name: str) -> tuple[AbstractScaling | None, AbstractMethod]:
     >>> scaled_method("awq+gptq")
     (AWQScaling(grid=20), GPTQ(damping=0.01, act_order=True))
     """
-    first, _, rest = name.partition("+")
+    first, plus, rest = name.partition("+")
     if first not in SCALINGS:
         return None, method(name)
-    return SCALINGS[first](), method(rest or _CODES_OF[first])
+    return SCALINGS[first](), method(rest if plus else _CODES_OF[first])
