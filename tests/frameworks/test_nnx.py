@@ -86,6 +86,46 @@ def test_what_a_call_changes_is_written_back(jit):
     assert fb.is_qarray(quantized.wi.kernel.get_raw_value())
 
 
+class Changing(nnx.Module):
+    """A model that changes its attributes, Variables and submodules when it is called."""
+
+    def __init__(self):
+        self.wi = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        self.first = self.second = nnx.Variable(jnp.zeros(2))
+        self.removed = nnx.Variable(jnp.zeros(2))
+        self.calls = 0
+
+    def __call__(self, x):
+        self.eval()
+        self.calls += 1
+        self.added = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        self.first = nnx.Cache(jnp.ones(2))
+        if hasattr(self, "removed"):
+            del self.removed
+        return self.added(self.drop(self.wi(x)))
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [nnx.jit, fx.transparent, lambda f: nnx.jit(fx.transparent(f)), lambda f: fx.train(f, "int8")],
+    ids=["of Flax", "transparent", "transparent, nnx.jit", "train"],
+)
+def test_another_structure_of_the_model_is_written_back_as_by_nnx_jit(wrapped):
+    model, run, x = Changing(), wrapped(call), jnp.ones((1, 8))
+    wi, second = model.wi, model.second
+    run(model, x)
+    run(model, x)
+    assert model.wi is wi and model.second is second
+    assert model.drop.deterministic and model.calls == 2 and not hasattr(model, "removed")
+    assert isinstance(model.added, nnx.Linear) and isinstance(model.first, nnx.Cache)
+    assert model.first[0] == 1 and model.second[0] == 0
+
+
+def test_a_function_without_objects_runs():
+    assert fx.transparent(lambda x: x + 1)(jnp.ones(2)).tolist() == [2, 2]
+
+
 def test_objects_among_the_other_arguments_are_changed_too():
     quantized, rngs = fx.quantize(serving(net()), X, recipe="int8"), nnx.Rngs(3)
     run = nnx.jit(fx.transparent(lambda model, x, *, rngs: model(x) + jax.random.normal(rngs(), x.shape)))

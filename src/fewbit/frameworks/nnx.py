@@ -1,7 +1,7 @@
 """Quantized and quantization-aware Flax NNX models.
 
 Rules match the paths of the `nnx.Param`s of the model, such as `layers/0/mlp/wi/kernel`. What a function changes in its models
-(batch statistics, RNG counters, caches) is written back, as under `nnx.jit`.
+(batch statistics, RNG counters, caches, attributes such as `deterministic`, submodules) is written back, as under `nnx.jit`.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ def transparent(
         fn: a function of an NNX model; other arguments may be or contain NNX objects too, such as Rngs.
 
     Returns:
-        A function of the same arguments. The Variables that `fn` changes are changed in its arguments.
+        A function of the same arguments. What `fn` changes in their NNX objects is changed there.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -285,8 +285,8 @@ def lora_apply(
         fn: a function whose first argument is an NNX model, or a tree of models, quantized or not.
 
     Returns:
-        A function `(model, adapters, *args, dropout_key=None, **kwargs)`; differentiate it by `adapters`. The Variables that
-        `fn` changes are changed in its arguments.
+        A function `(model, adapters, *args, dropout_key=None, **kwargs)`; differentiate it by `adapters`. What `fn`
+        changes in NNX objects of its arguments is changed there.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -344,7 +344,7 @@ class _Graph:
     @classmethod
     def of(cls, nodes: tuple[Any, ...]) -> "_Graph":
         nnx = flax("nnx")
-        if isinstance(nodes[0], nnx.Param):
+        if nodes and isinstance(nodes[0], nnx.Param):
             raise QuantError(
                 "the model is an nnx.Param, which has no path; pass a module, or a dict such as {'kernel': param}"
             )
@@ -414,28 +414,70 @@ def _split_call(call: _Call) -> SplitModel:
     return SplitModel(params, (values, without_objects), rebuild)
 
 
-def _with_changes(fn: Callable[..., _R]) -> SplitFunction[tuple[_R, PyTree]]:
-    """`fn` as a function of a call, which also returns changed state.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+    """The structure of the NNX objects of a call, after a function changed it.
 
-    That is the state of new Variables and of those with another array.
+    Attributes:
+        definition: the graph definition, with the indexes that the objects had before the call.
+        paths: the paths of the Variables and plain arrays, in the order of the definition.
     """
 
-    def changing(call: _Call) -> tuple[_R, PyTree]:
+    definition: Any
+    paths: tuple[tuple[Any, ...], ...]
+
+
+_Changes: TypeAlias = tuple[_Structure | None, PyTree]
+"""The new structure of the NNX objects of a call, where it changed, and the state of new Variables and of changed ones."""
+
+
+def _with_changes(fn: Callable[..., _R]) -> SplitFunction[tuple[_R, _Changes]]:
+    """`fn` as a function of a call, which also returns what it changed in the objects of the call.
+
+    Those are the state of new Variables and of those with another array, and the structure, where it is another one.
+    """
+
+    def changing(call: _Call) -> tuple[_R, _Changes]:
+        nnx = flax("nnx")
         args, kwargs = call
         objects = _objects(call)
         before = {path: _value(x) for path, x in _Graph.of(objects).variables.items()}
+        definition, _, references = _flattened(objects)
         result = fn(*args, **kwargs)
         after = _Graph.of(objects).variables
-        changed = [(path, x) for path, x in after.items() if path not in before or _value(x) is not before[path]]
-        return result, flax("nnx").from_flat_state(changed)
+        changed = nnx.from_flat_state(
+            [(path, x) for path, x in after.items() if path not in before or _value(x) is not before[path]]
+        )
+        if _flattened(objects)[0] == definition:
+            return result, (None, changed)
+        definition, state = nnx.flatten(objects, ref_outer_index=references)
+        return result, (_Structure(definition, tuple(state.paths)), changed)
 
     return SplitFunction(changing, _split_call)
 
 
-def _written(call: _Call, result: _R, changes: PyTree) -> _R:
+def _written(call: _Call, result: _R, changes: _Changes) -> _R:
     """The result, after the changes are written into the objects of the call."""
-    flax("nnx").update(_objects(call), changes)
+    nnx, objects, (structure, state) = flax("nnx"), _objects(call), changes
+    if structure is None:
+        nnx.update(objects, state)
+        return result
+    _, variables, references = _flattened(objects)
+    variables |= dict(nnx.to_flat_state(state))
+    nnx.unflatten(
+        structure.definition,
+        [variables[path] for path in structure.paths],
+        outer_index_outer_ref={index: reference for reference, index in references.items()},
+    )
     return result
+
+
+def _flattened(objects: tuple[PyTree, ...]) -> tuple[Any, dict[tuple[Any, ...], Any], Mapping[Any, int]]:
+    """The graph definition of NNX objects, their Variables and plain arrays by path, and the index of each object."""
+    with flax("nnx").split_context() as context:
+        definition, state = context.flatten(objects)
+        return definition, dict(zip(state.paths, state.leaves, strict=True)), context.ref_index
 
 
 def _objects(tree: PyTree) -> tuple[PyTree, ...]:
