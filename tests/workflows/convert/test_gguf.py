@@ -291,6 +291,16 @@ def test_a_fewbit_directory_of_a_hugging_face_model_becomes_the_same_file(direct
     }
 
 
+def test_quantized_activations_are_refused_as_llama_cpp_chooses_its_own(directory, tmp_path):
+    rule = {"path": ".*", "policy": {"weight": "q8_0", "activation": "int8"}}
+    model = workflows.load(directory)
+    plan = workflows.plan_model(model, recipe={"rules": [rule]})
+    with pytest.raises(
+        UnsupportedError, match=r"llama\.cpp chooses how activations are quantized; leave them out of the recipe"
+    ):
+        workflows.quantize(model, plan, tmp_path / "m.gguf", to="gguf")
+
+
 def test_what_cannot_become_a_gguf_file_is_refused_before_any_tensor_is_read(directory, tmp_path):
     def never():
         raise AssertionError("a tensor was read")

@@ -130,6 +130,8 @@ def why_not_weight(model: Model, weight: Weight) -> str | None:
         model: the model.
         weight: its weight, with its name in a Hugging Face checkpoint.
     """
+    if weight.activations is not None:
+        return "llama.cpp chooses how activations are quantized; leave them out of the recipe"
     scheme, shape = weight.scheme, weight.shape
     architecture = ARCHITECTURES.get(str(model.metadata.get("model_type")))
     is_first = architecture is not None and is_contracted_first(architecture, weight.name)
