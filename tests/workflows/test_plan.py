@@ -15,7 +15,7 @@ from fewbit.io.containers.writer import ContainerWriter
 from fewbit.io.gguf.stored import stored
 from fewbit.io.gguf.writer import GGUFWriter
 from fewbit.recipe import PlanRow
-from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers
+from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers, text_file
 
 
 @pytest.fixture
@@ -81,6 +81,24 @@ def test_attentions_own_products_stand_in_the_plan(tmp_path):
     with pytest.raises(fb.UnsupportedError, match="there are none outside training"):
         workflows.quantize(model, workflows.plan_model(model, recipe="te_fp8_delayedscaling"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@needs_tokenizers
+def test_plans_for_training_are_refused_before_a_method_reads_its_text(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    plan = workflows.plan_model(model, recipe="te_fp8_delayedscaling")
+    data = workflows.calibration_data(model, str(text_file(tmp_path)), windows=1, window=16)
+    layers = []
+    with pytest.raises(fb.UnsupportedError, match="there are none outside training"):
+        workflows.quantize(
+            model,
+            plan,
+            tmp_path / "out",
+            method=fb.methods.GPTQ(),
+            calibration=data,
+            on_layer=lambda done, _: layers.append(done),
+        )
+    assert not layers
 
 
 @needs_tokenizers

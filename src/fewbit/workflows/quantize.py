@@ -14,6 +14,7 @@ from ..evaluate.metrics import sqnr_db
 from ..io.journal import Journal
 from ..io.parts import FinishedParts
 from ..methods.scaling import AbstractScaling
+from ..recipe.apply import check_storable
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
@@ -72,9 +73,10 @@ def quantize(
 
     Raises:
         QuantError: when `io.check_output` refuses the directory, a parameter has NaN or infinity, or writing fails.
-        UnsupportedError: when the layout cannot store a planned weight exactly, or fewbit's decoder cannot run a model for
-            whose method it must; before any work.
+        UnsupportedError: when the layout cannot store a planned weight exactly, stored parameters cannot express the plan, or
+            fewbit's decoder cannot run a model for whose method it must; before any work.
     """
+    check_storable(plan)
     model = prepared(to, model)
     check_target(to, model, plan)
     check_path(to, Path(out), model, overwrite=overwrite)

@@ -164,6 +164,7 @@ def quantize(
     """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
     from ...evaluate.report.page import check_page_path
     from ...models.installed import default_text_name, find_text
+    from ...recipe.apply import check_storable
     from ...workflows.convert.origin import record_source
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.evaluate import evaluation_windows
@@ -242,6 +243,7 @@ def quantize(
     source = prepared(to, source)
     made = fitted(to, source, made)
     if not names:
+        check_storable(made)
         check_target(to, source, made)
     windows = calibration_windows, calibration_window
     chosen = chosen_method(method, source, calibration_text, *windows, bits=bits, imatrix=imatrix, unseen=unseen_experts)
