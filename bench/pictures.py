@@ -4,6 +4,7 @@
 from bench/results/accuracy.json, the losses from training.json in the same folder.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def optimal_offsets(count: int = 2**16) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     """Writes the pictures."""
+    description = "Draws the figures of the pages on scales and training into docs/images."
+    argparse.ArgumentParser(prog="python -m bench.pictures", description=description).parse_args()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fewbit", "font.size": 9}):
         _save("scales-nesting", _nesting)
         _save("scales-counterexample", _counterexample)

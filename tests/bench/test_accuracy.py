@@ -198,6 +198,15 @@ def test_what_the_page_says_of_powers_of_two():
     assert (pictures.squared_error(x, 2.0) >= pictures.squared_error(x, 1.0)).all()
 
 
+@pytest.mark.parametrize("argument", ["--help", "--save"])
+def test_pictures_take_no_arguments(argument, monkeypatch):
+    pictures = pytest.importorskip("bench.pictures", reason="needs matplotlib", exc_type=ImportError)
+    monkeypatch.setattr(pictures, "_save", lambda *_: pytest.fail("a picture is drawn"))
+    monkeypatch.setattr("sys.argv", ["pictures", argument])
+    with pytest.raises(SystemExit):
+        pictures.main()
+
+
 def test_what_the_page_says_of_the_window():
     pictures = pytest.importorskip("bench.pictures", reason="needs matplotlib", exc_type=ImportError)
     places, share = pictures.optimal_offsets(2**13)
