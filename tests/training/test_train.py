@@ -322,6 +322,26 @@ def test_a_custom_vjp_does_not_quantize_gradients_as_activations():
         np.testing.assert_allclose(found[path], gradient, atol=0.1 * jnp.abs(gradient).max())
 
 
+def test_a_custom_vjp_is_told_which_operands_do_not_move():
+    """Equinox's `filter_custom_vjp` refuses a gradient by others than its first argument."""
+
+    @jax.custom_vjp
+    def own_vjp(w, x):
+        return x @ w
+
+    def forward(w, x):
+        assert w.perturbed and not x.perturbed
+        return x.value @ w.value, x.value
+
+    own_vjp.defvjp(forward, lambda x, g: (x.T @ g, None), symbolic_zeros=True)
+
+    def net(w, x):
+        return jnp.sum(own_vjp(w, x))
+
+    w, x = normal(8, 8), normal(2, 8)
+    np.testing.assert_allclose(jax.grad(fb.train(net, "w4"))(w, x), jax.grad(net)(w, x), rtol=1e-6)
+
+
 def tied(w, tokens):
     x = w["table"][tokens]
     return jnp.tanh(x) @ w["table"].T

@@ -89,24 +89,30 @@ def _custom_vjp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any])
     def call(*args: PyTree) -> tuple[Any, ...]:
         return tuple(body(*args))
 
-    def forward(*args: PyTree) -> PyTree:
-        def out_and_pullback(*arrays: PyTree) -> PyTree:
-            def of(*moving: PyTree) -> tuple[Any, ...]:
-                return tuple(bound(eqn, _merged(arrays, floats, moving)))
+    def forward(*primals: PyTree) -> PyTree:
+        args = jax.tree.map(lambda primal: primal.value, primals)
+        # A rule with symbolic zeros may refuse operands that do not move, so only the others are differentiated.
+        moving = [i for i in floats if any(primal.perturbed for primal in jax.tree.leaves(primals[i]))]
 
-            return jax.vjp(of, *(arrays[i] for i in floats))
+        def out_and_pullback(*arrays: PyTree) -> PyTree:
+            def of(*args: PyTree) -> tuple[Any, ...]:
+                return tuple(bound(eqn, _merged(arrays, moving, args)))
+
+            return jax.vjp(of, *(arrays[i] for i in moving))
 
         outputs, pullback = _traced(evaluator, out_and_pullback, *args)
         # The rule's residuals may be QArrays; they are leaves of the pullback, and stay quantized until it is called.
         leaves, treedef = jax.tree.flatten(pullback, is_leaf=is_proxy)
-        return outputs, (args, Partial(functools.partial(_called, evaluator, treedef), *map(_saved, leaves)))
+        pullback = Partial(functools.partial(_called, evaluator, treedef), *map(_saved, leaves))
+        return outputs, ({i: args[i] for i in moving}, pullback)
 
-    def backward(saved: tuple[Any, Any], gradients: PyTree) -> tuple[Any, ...]:
+    def backward(saved: tuple[dict[int, Any], Any], gradients: PyTree) -> tuple[Any, ...]:
         args, pullback = saved
-        cotangents = [_cotangent(args[i], gradient) for i, gradient in zip(floats, pullback([gradients]), strict=True)]
-        return tuple(_merged([None] * len(args), floats, cotangents))
+        gradients = pullback([jax.tree.map(_instantiated, gradients, is_leaf=_is_zero)])
+        cotangents = [_cotangent(x, gradient) for x, gradient in zip(args.values(), gradients, strict=True)]
+        return tuple(_merged([None] * len(values), tuple(args), cotangents))
 
-    call.defvjp(forward, backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     return list(call(*values))
 
 
