@@ -21,9 +21,6 @@ _STRING, _ARRAY = 8, 9
 _MAX_NESTING = 4
 _MAX_AXES = 4
 
-MAX_ALIGNMENT = 1 << 30
-"""The largest alignment that is read and written."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
@@ -180,9 +177,14 @@ class _Cursor:
             )
 
 
+def is_alignment(value: object) -> bool:
+    """Whether a value is an alignment that is read and written: a power of two up to 2**30."""
+    return isinstance(value, int) and 1 <= value <= 1 << 30 and not value & (value - 1)
+
+
 def _alignment(metadata: dict[str, Any], where: str) -> int:
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
+    if not is_alignment(alignment):
         raise QuantError(f"{where}: general.alignment is {alignment!r:.40}, must be a power of two")
     return alignment
 

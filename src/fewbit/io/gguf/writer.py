@@ -20,7 +20,7 @@ from ..output import OutputKind, check_output
 from ..shards import Progress
 from ..staged_writer import AbstractWriter
 from .fields import Field, encoded, file_header
-from .header import MAX_ALIGNMENT, TensorEntry, read_header
+from .header import TensorEntry, is_alignment, read_header
 from .reader import gguf_package, read_gguf, scale_name
 from .stored import Stored, stored
 
@@ -79,8 +79,8 @@ class GGUFWriter(AbstractWriter):
         if "general.architecture" not in fields:
             raise QuantError("the metadata lacks 'general.architecture'; name the architecture, such as 'llama'")
         self._fields = {key: encoded(value, key) for key, value in fields.items()}
-        if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
-            raise QuantError(f"alignment is {alignment}, must be a power of two up to {MAX_ALIGNMENT}")
+        if not is_alignment(alignment):
+            raise QuantError(f"alignment is {alignment}, must be a power of two up to {1 << 30}")
         if alignment != 32 or "general.alignment" in fields:
             self._fields["general.alignment"] = encoded(alignment, "general.alignment")
         self._alignment = alignment
