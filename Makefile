@@ -41,6 +41,7 @@ help: ## this list
 
 demo: ready-demo ## quantizes a real language model five ways and prints what each costs
 	@$(BIN)/fewbit demo
+	@echo "These commands are in $(BIN); to have them by name: . $(BIN)/activate"
 
 test: ready-test ## the tests that protect each promise; at most 12 minutes on two cores, set-up included
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" --ignore tests/oracles
