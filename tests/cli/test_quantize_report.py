@@ -114,7 +114,9 @@ def test_names_of_outputs_and_candidates(tmp_path, monkeypatch):
     assert page_path(tmp_path / "a.gguf").name == "a.gguf.report.html"
     assert candidate_names(4.5, None, "gguf")[0] == "tq2_0" and candidate_names(None, None) == []
     assert candidate_names(4.6, None, "gguf") == [*candidate_names(4.5, None, "gguf"), "q5_1"]
-    assert candidate_names(4.5, "int8, nf4,int8") == ["int8", "nf4"]
+    assert candidate_names(4.5, "int8, nf4") == ["int8", "nf4"]
+    with pytest.raises(QuantError, match="--candidates is 'int8,int8'; give at least one, each once"):
+        candidate_names(4.5, "int8,int8")
     with pytest.raises(QuantError, match="unknown scheme 'int5_x'"):
         candidate_names(4.5, "int5_x")
 

@@ -8,6 +8,7 @@ from ..errors import QuantError
 from ..workflows.bench.products import DENSE, LAYOUTS, Grid, Row, bits_per_weight, fastest, float_activations, measured
 from ..workflows.bench.roofline import circumstances, machine
 from .console import emit_json, plain, say
+from .options import comma_separated
 from .progress import progress_bar
 
 PRODUCTS = {"[N, K]": "x @ w.T", "[K, N]": "x @ w"}
@@ -25,7 +26,7 @@ def show_times(
     """Measures and prints."""
     grid = Grid(int8_activations=int8_activations)
     if schemes is not None:
-        grid = dataclasses.replace(grid, schemes=tuple(_words("--schemes", schemes)))
+        grid = dataclasses.replace(grid, schemes=tuple(comma_separated("--schemes", schemes)))
     if sizes is not None:
         grid = dataclasses.replace(grid, sizes=_numbers("--sizes", sizes))
     if rows is not None:
@@ -61,16 +62,8 @@ def show_times(
             say(_best_line(found, m, size))
 
 
-def _words(option: str, text: str) -> list[str]:
-    """Splits an option at commas."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or len(set(words)) < len(words):
-        raise QuantError(f"{option} is {text!r}; give at least one, each once, separated by commas")
-    return words
-
-
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    words = _words(option, text)
+    words = comma_separated(option, text)
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise QuantError(f"{option} is {text!r}; give integers above 0, separated by commas")
     return tuple(sorted(map(int, words)))

@@ -179,6 +179,14 @@ BitsSeed = Annotated[int | None, seed_option("the labels that --bits draws")]
 RotationOrBitsSeed = Annotated[int | None, seed_option("the rotation, and of the labels that --bits draws")]
 
 
+def comma_separated(option: str, text: str) -> list[str]:
+    """The words of an option, which are separated by commas."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or len(set(words)) < len(words):
+        raise QuantError(f"{option} is {text!r}; give at least one, each once, separated by commas")
+    return words
+
+
 def rotation_seed(rotate: bool, seed: int | None, bits: float | None = None) -> int | None:
     """The seed of the rotation; None without one."""
     if rotate:

@@ -39,6 +39,7 @@ from ..workflows.quantize import quantize
 from ..workflows.report import quantized_report
 from ..workflows.tensors import Outcome, TensorResult
 from .console import results_only
+from .options import comma_separated
 from .progress import log_lines, progress_bar
 
 
@@ -75,9 +76,9 @@ def planned(
     if rotate_inputs is not None:
         if recipe == KEEP:
             raise QuantError("--rotate-inputs changes weights and keep changes none; drop one of the two")
-        opened = with_rotated_inputs(opened, tuple(map(str.strip, rotate_inputs.split(","))))  # type: ignore[arg-type]
+        opened = with_rotated_inputs(opened, tuple(comma_separated("--rotate-inputs", rotate_inputs)))  # type: ignore[arg-type]
     if keep_scales is not None:
-        opened = with_scaled_inputs(opened, tuple(map(str.strip, keep_scales.split(","))))  # type: ignore[arg-type]
+        opened = with_scaled_inputs(opened, tuple(comma_separated("--keep-scales", keep_scales)))  # type: ignore[arg-type]
     return opened, plan_model(opened, recipe=recipe, plan=plan)
 
 
@@ -188,9 +189,7 @@ def candidate_names(bits: float | None, candidates: str | None, to: str = "fewbi
         raise QuantError(f"--candidates {candidates} are the schemes of --bits; pass both, as in --bits 4.5")
     if bits is None:
         return []
-    given = default_candidates(to, bits)
-    if candidates is not None:
-        given = tuple(name.strip() for name in candidates.split(","))
+    given = default_candidates(to, bits) if candidates is None else comma_separated("--candidates", candidates)
     return list(dict.fromkeys(scheme(name).name for name in given))
 
 

@@ -18,6 +18,7 @@ from ..workflows.model import Model
 from ..workflows.outputs import compare_outputs, evaluate_outputs, model_inputs, output_baseline
 from ..workflows.plan import plan_model
 from .console import emit_json, say
+from .options import comma_separated
 from .progress import progress_bar
 from .render import activation_lines, candidate_record, chart_points, comparison_table, quality_lines, source_notes
 from .render_outputs import output_lines, output_record, output_table
@@ -112,9 +113,7 @@ def show_comparison(
     json: bool,
 ) -> None:
     """Quantizes a model in memory by several recipes and prints their results."""
-    names = [name.strip() for name in recipes.split(",") if name.strip()]
-    if not names or len(set(names)) < len(names):
-        raise QuantError(f"--recipes is {recipes!r}; give at least one recipe, each once, separated by commas")
+    names = comma_separated("--recipes", recipes)
     if chart is not None:
         check_chart_path(chart)
     source = load(path)
