@@ -4,8 +4,11 @@ import re
 
 import pytest
 
-from fewbit.cli.render import plan_table
+from fewbit.cli.render import plan_lines, plan_table
+from fewbit.workflows import plan_model
 from tests.cli.tables import FOLDER, NAMES, TABLES, WIDTHS, path_of, plan_of, text_of
+from tests.workflows.checkpoints import last_axis
+from tests.workflows.resuming import npz_model
 
 
 @pytest.mark.finding(16)
@@ -44,3 +47,10 @@ def test_a_plan_is_printed_by_the_same_table():
     assert max(map(len, lines)) <= 80
     assert lines[-2:] == "\n".join(plan_table(plan, full=True, width=80).splitlines()[-2:]).splitlines()
     assert str(plan) == plan.text(width=160)
+
+
+def test_a_plan_says_that_its_weights_are_written_dequantized(tmp_path):
+    model = npz_model(tmp_path / "a.npz")
+    plan = plan_model(model, recipe=last_axis("int8"))
+    for to, end in (("hf", "bytes of arrays, whose weights are written dequantized, in bfloat16"), ("gguf", "bytes of arrays")):
+        assert plan_lines(model, plan, full=False, to=to)[-1].endswith(end)

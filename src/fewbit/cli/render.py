@@ -21,9 +21,11 @@ from ..workflows.tensors import Outcome, TensorResult, worst
 from .console import block_lines, worst_weight_lines
 
 
-def plan_lines(model: Model, plan: Plan, *, full: bool) -> list[str]:
+def plan_lines(model: Model, plan: Plan, *, full: bool, to: str = "fewbit") -> list[str]:
     """The notes on the source, the plan table and its sizes."""
     sizes = f"{model.name}: {file_bytes(model.path):,} bytes on disk; planned {plan.bytes_after:,} bytes of arrays"
+    if to == "hf":
+        sizes += ", whose weights are written dequantized, in bfloat16"
     notes = [f"note: {sentence}" for sentence in (*source_notes(model), *plan.notes)]
     return [*notes, plan_table(plan, full=full), *product_lines(plan, full=full), sizes]
 

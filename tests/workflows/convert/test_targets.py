@@ -146,6 +146,9 @@ def test_the_embedding_of_a_gguf_source_stays_in_float():
         np.testing.assert_array_equal(found.load("embed"), expected)
         plan = targets.fitted("simple", found, workflows.plan_model(one, recipe="int8"))
         assert plan["embed"].policy is None and "weights of role embedding are not quantized" in plan["embed"].reason
+        assert plan["embed"].bytes_after == expected.nbytes
+        kept = targets.fitted("simple", found, workflows.plan_model(one, recipe="keep"))
+        assert kept["embed"].bytes_after == expected.nbytes
         assert "model.embed_tokens.weight" in targets.planned_weights(found, plan)[1]
         assert targets.prepared("simple", found).info == found.info
 

@@ -107,7 +107,7 @@ def plan(
     if json:
         emit_json({"model": str(model), "architecture": opened.architecture, "plan": made, **plan_totals(made)})
         return
-    say("\n".join(plan_lines(opened, made, full=full)))
+    say("\n".join(plan_lines(opened, made, full=full, to=to)))
     if save is not None:
         command = ["fewbit", "quantize", str(model), "-o", "OUT", "--plan", str(save)]
         command += ["--method", method] * (method != "rtn") + ["--to", to] * (to != "fewbit")
@@ -258,7 +258,7 @@ def quantize(
     if chosen.scaling is not None:
         made = with_scaling(made, source, chosen.scaling)
     if not json and is_first:
-        say("\n".join(plan_lines(source, made, full=full)))
+        say("\n".join(plan_lines(source, made, full=full, to=to)))
     if dry_run and json:
         emit_json({"dry_run": True, "plan": made, **plan_totals(made)})
     elif dry_run:

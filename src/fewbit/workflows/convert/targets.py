@@ -269,11 +269,11 @@ def representable(to: str, value: Value) -> Value:
 
 
 def fitted(to: str, model: Model, plan: Plan) -> Plan:
-    """The plan with embeddings in float that the target cannot store quantized. Their reason says so.
+    """The plan with embeddings in float that the target cannot store quantized. Their reason and bytes say so.
 
     Args:
         to: the name of a target.
-        model: the source.
+        model: the source, as `prepared` returns it.
         plan: its plan.
     """
     if to not in (one.name for one in CONTAINERS):
@@ -285,7 +285,9 @@ def fitted(to: str, model: Model, plan: Plan) -> Plan:
         if row.policy is not None and weight is not None and weight.role is Role.EMBEDDING:
             reason = container(to).refusal(weight)
         if reason is not None:
-            row = dataclasses.replace(row, policy=None, axis=(), bytes_after=row.bytes_before, reason=f"{to}: {reason}")
+            row = dataclasses.replace(row, policy=None, axis=(), reason=f"{to}: {reason}")
+        if row.policy is None and model.info[row.path].scheme is None:  # the source may store it quantized, see `prepared`
+            row = dataclasses.replace(row, bytes_after=row.size * np.dtype(row.dtype).itemsize)
         rows.append(row)
     return dataclasses.replace(plan, rows=tuple(rows))
 
