@@ -52,5 +52,8 @@ def test_a_plan_is_printed_by_the_same_table():
 def test_a_plan_says_that_its_weights_are_written_dequantized(tmp_path):
     model = npz_model(tmp_path / "a.npz")
     plan = plan_model(model, recipe=last_axis("int8"))
-    for to, end in (("hf", "bytes of arrays, whose weights are written dequantized, in bfloat16"), ("gguf", "bytes of arrays")):
+    for to, end in (
+        ("hf", "bytes of arrays, whose weights are written dequantized, in bfloat16"),
+        ("gguf", "bytes of arrays"),
+    ):
         assert plan_lines(model, plan, full=False, to=to)[-1].endswith(end)
