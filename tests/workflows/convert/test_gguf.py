@@ -17,6 +17,7 @@ from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import stored
 from fewbit.io.gguf.writer import GGUFWriter
 from fewbit.workflows.convert.gguf import why_not, why_not_model, why_not_weight, write_gguf
+from fewbit.workflows.convert.targets import check_target
 from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
 from tests.models.tokenizers.fields import sentencepiece_source
 from tests.workflows.checkpoints import family_directory, llama_directory, needs_tokenizers
@@ -202,6 +203,18 @@ def test_experts_that_contract_their_first_axis_fit_in_gpt_oss_alone(tmp_path, m
     name, scheme = "model.layers.0.mlp.experts.down_proj", fb.scheme("mxfp4").along(-2, 3)
     reason = why_not_weight(workflows.load(tmp_path / "m"), Weight(name, (2, 64, 48), "bfloat16", scheme))
     assert (reason is not None) == is_refused
+
+
+def test_a_quantized_router_is_refused_before_any_work(tmp_path):
+    kind, settings = FAMILIES["qwen2-moe"]
+    save_tokenizer(tmp_path / "m")
+    tokenizer = (tmp_path / "m" / "tokenizer.json").read_text()
+    model = workflows.load(family_directory(tmp_path / "m", kind, {**CONFIG, **settings}, tokenizer))
+    for name, stored_name in (("router", "gate"), ("shared_expert_gate", "shared_expert_gate")):
+        rule = {"path": f".*/{name}", "roles": ["router"], "policy": {"weight": "q4_0"}}
+        said = rf"mlp.{stored_name}.weight cannot be stored exactly: llama.cpp needs routers in float32"
+        with pytest.raises(UnsupportedError, match=said):
+            check_target("gguf", model, workflows.plan_model(model, recipe={"rules": [rule]}))
 
 
 @pytest.mark.slow

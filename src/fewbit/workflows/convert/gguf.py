@@ -23,6 +23,7 @@ from ...io.gguf.writer import GGUFWriter
 from ...io.journal import Journal
 from ...models.families.family import HUGGING_FACE
 from ...models.families.gguf import gguf_table_of
+from ...recipe.role import Role
 from ..model import Model, Value, check_others_can_run
 from .hugging_face import llama_json
 
@@ -132,6 +133,8 @@ def why_not_weight(model: Model, weight: Weight) -> str | None:
     """
     if weight.activations is not None:
         return "llama.cpp chooses how activations are quantized; leave them out of the recipe"
+    if weight.role is Role.ROUTER:
+        return "llama.cpp needs routers in float32; leave it float"
     scheme, shape = weight.scheme, weight.shape
     architecture = ARCHITECTURES.get(str(model.metadata.get("model_type")))
     is_first = architecture is not None and is_contracted_first(architecture, weight.name)
