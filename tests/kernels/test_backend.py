@@ -80,7 +80,8 @@ def test_backends_that_never_ran_on_their_hardware_are_experimental():
     names = [line.split(":")[0] for line in fb.explain(x, q).splitlines()]
     assert "  pallas_tpu (experimental)" in names and "  triton (experimental)" in names
     tested = "experimental: tested in an interpreter and cross-compiled, not yet run on a"
-    assert f"{tested} TPU" in fb.explain(x, q, backend="pallas_tpu")
+    named = fb.explain(x, q, backend="pallas_tpu")
+    assert f"{tested} TPU" in named and named.endswith("  pallas_tpu (experimental): it runs on tpu, the device is cpu")
     assert f"{tested} GPU" in TritonGPU().about()
 
 

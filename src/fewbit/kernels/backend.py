@@ -65,7 +65,7 @@ class Choice(Generic[P]):
 
     Attributes:
         backend: the backend.
-        reasons: why each backend that was asked before it was not chosen.
+        reasons: why each backend that was asked before it was not chosen; why a named one does not run on the default devices.
         kernels: the first backend of each platform that would be chosen there; only the named one, where one is named.
     """
 
@@ -109,7 +109,8 @@ def select(
             only = named(backends, only)
         if reason := only.unsupported(problem):
             raise UnsupportedError(f"{problem.operation} cannot run {problem}", {only.name: reason})
-        return Choice(only, {}, (only,))
+        elsewhere = _elsewhere(only)
+        return Choice(only, {} if elsewhere is None else {only.name: elsewhere}, (only,))
     reasons: dict[str, str] = {}
     usable: list[AbstractBackend[P]] = []
     chosen = None

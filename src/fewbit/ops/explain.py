@@ -26,11 +26,12 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     Args:
         lhs: the left operand, `[..., M, K]` or `[K]`.
         rhs: the right operand, `[..., K, N]` or `[K]`; at least one of the two is a QArray.
-        backend: the name of the backend that must compute it, as in `fb.dot_general`.
+        backend: the name of the backend that must compute it, as in `fb.dot_general`. One of another platform is explained for
+            programs that are compiled for that platform, and a line says that it does not run here.
 
     Returns:
-        A line with the product and its backend, one with the bytes it reads, and one for each backend that refuses. A backend that
-        never ran on its hardware is marked `experimental`.
+        A line with the product and its backend, one with the bytes it reads, and one for each backend that does not run. A
+        backend that never ran on its hardware is marked `experimental`.
 
     Raises:
         QuantError: where neither operand is quantized, or their shapes do not match.
