@@ -36,7 +36,10 @@ def test_an_unknown_network_loads_as_flat_tensors(tmp_path):
     model = workflows.load(tmp_path / "a.npz")
     assert model.config is None
     assert list(model.info) == ["weight"]
-    with pytest.raises(UnsupportedError, match=r"a\.npz cannot be run, only planned, .*the architecture is unknown"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"a\.npz cannot be run by fewbit's decoder: .*the architecture is unknown.*evaluated by `fewbit eval`",
+    ):
         model.runnable_config()
     with pytest.raises(UnsupportedError, match=r"has no tokenizer: the architecture is unknown"):
         model.readable_tokenizer()

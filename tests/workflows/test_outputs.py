@@ -157,7 +157,7 @@ def test_what_is_printed_names_the_engine_the_inputs_and_the_errors(found):
         ("vit", ["eval", "Q", "--inputs", "a.npy"], "--inputs compares outputs with those of a reference; add --against"),
         ("vit", ["eval", "Q", "--against", "F", "--text", "T"], "takes pixel_values, not a text"),
         ("vit", ["eval", "Q", "--against", "F", "--kv", "int8"], "--kv is about causal language models"),
-        ("vit", ["eval", "Q", "--against", "F", "--engine", "fewbit"], "cannot be run, only planned"),
+        ("vit", ["eval", "Q", "--against", "F", "--engine", "fewbit"], "cannot be run by fewbit's decoder"),
         ("vit", ["compare", "F", "--chart", "c.svg"], "--chart draws perplexity"),
         ("bert", ["eval", "Q", "--against", "F", "--text", "T", "--inputs", "a.npy"], "either --inputs or --text"),
         ("bert", ["eval", "Q", "--against", "F", "--window", "4", "--inputs", "a.npy"], "the inputs are a.npy"),

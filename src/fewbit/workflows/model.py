@@ -96,7 +96,8 @@ class Model:
         """
         if self.config is None:
             raise UnsupportedError(
-                f"{self.path} cannot be run, only planned, quantized, inspected or verified: {self.why_not_run}"
+                f"{self.path} cannot be run by fewbit's decoder: {self.why_not_run}. It can be planned, quantized, inspected and "
+                "verified, and, with a config.json of an architecture in transformers, evaluated by `fewbit eval`"
             )
         return self.config
 
