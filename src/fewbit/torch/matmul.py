@@ -50,8 +50,9 @@ def matmul(x: torch.Tensor | QTensor, q: torch.Tensor | QTensor, *, backend: Bac
         `[..., N]`, of the dtype of `x`.
 
     Raises:
-        QuantError: if the shapes do not match, `x` is not floating, or it is float64 and the backend is not "torch".
-        UnsupportedError: if the named backend, or every backend, does not support the operands, with the reasons.
+        QuantError: if the shapes do not match, or `x` is not floating.
+        UnsupportedError: if the named backend, or every backend, does not support the operands, with the reasons: float64 needs
+            the backend "torch".
 
     >>> import torch
     >>> from fewbit.torch import quantize
