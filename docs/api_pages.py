@@ -30,6 +30,7 @@ TITLES = {
     "io": "Files",
     "models": "Models",
     "evaluate": "Evaluation",
+    "export": "Export",
     "torch": "PyTorch",
     "workflows": "Workflows",
     "cli": "Command line",

@@ -28,7 +28,7 @@ LAYERS = (
     ("calibration",),
     ("training", "kvcache", "methods"),
     ("frameworks", "io", "models"),
-    ("evaluate", "torch"),
+    ("evaluate", "export", "torch"),
     ("workflows",),
     ("cli",),
     ("_api",),  # collects the public names of every layer

@@ -112,7 +112,7 @@ class QArray:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -452,7 +452,7 @@ def expanded_scale(q: QArray, *, but: int | None = None) -> Float[Array, "*t"]:
 def _expanded(q: QArray, values: Array, but: int | None) -> Array:
     """One value per tile, repeated along the tiles of all axes but one."""
     for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, values.shape, strict=True)):
-        if axis != but and count > 1 and tile is not None and tile > 1:
+        if axis != but and tile is not None and tile > 1 and count > 1:
             before, after = values.shape[:axis], values.shape[axis + 1 :]
             copies = jnp.broadcast_to(jnp.expand_dims(values, axis + 1), (*before, count, tile, *after))
             values = jax.lax.slice_in_dim(copies.reshape(*before, count * tile, *after), 0, length, axis=axis)

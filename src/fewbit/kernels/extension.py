@@ -41,11 +41,13 @@ class Extension:
 
     Attributes:
         isa: the instruction set that it uses on this machine; empty if it did not load.
+        targets: the names of its functions in compiled programs.
         missing: why it did not load and what to do, or None.
         is_stale: whether it was built from other sources than those in its folder.
     """
 
     isa: str = ""
+    targets: tuple[str, ...] = ()
     missing: str | None = None
     is_stale: bool = False
 
@@ -77,7 +79,7 @@ def extension(module: str) -> Extension:
         )
     for name, capsule in loaded.TARGETS.items():
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    return Extension(isa=loaded.ISA)
+    return Extension(isa=loaded.ISA, targets=tuple(loaded.TARGETS))
 
 
 def _is_stale(path: Path, built_from: str | None) -> bool:

@@ -60,6 +60,8 @@ def product(
         operands = (lhs, rhs, sizes)
     if 0 in (*problem.lhs.shape, *problem.rhs.shape):  # nothing to sum, or no elements: no kernel is needed
         return _empty(problem, *operands)
+    if backend is None and not _has_known_sizes(*operands):
+        return Reference().run(problem, *operands)
     kernels = [kernel for kernel in choice.kernels if isinstance(kernel, AbstractKernel)]
     if kernels and isinstance(choice.backend, AbstractKernel | Reference):
         return multiplied(problem, operands, kernels, is_named=backend is not None)
@@ -85,7 +87,7 @@ def picked_product(
         preferred: as in `lax.dot_general`.
     """
     (left, right), batch = numbers
-    if any(batch):
+    if any(batch) or not _has_known_sizes(x):
         return None
     one = Operand(tuple(q.shape[1:]), jnp.dtype(q.dtype).name, q.scheme)
     problem = Problem(Operand.of(x), one, numbers, precision, preferred)
@@ -96,6 +98,11 @@ def picked_product(
     if not kernels or any(kernel.unsupported(stack) for kernel in kernels):
         return None
     return multiplied(stack, (x, q), kernels, is_named=False, index=index)[0]
+
+
+def _has_known_sizes(*operands: QArray | jax.Array) -> bool:
+    """Whether all sizes are numbers, which kernels need. `jax.export` can leave some open."""
+    return all(isinstance(n, int) for operand in operands for n in operand.shape)
 
 
 def _empty(problem: Problem, *operands: QArray | jax.Array) -> jax.Array:
