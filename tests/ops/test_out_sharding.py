@@ -69,6 +69,11 @@ def test_it_is_needed_and_unchanged_code_can_ask_for_it():
     def unchanged(x, w):
         return jax.lax.dot_general(x, w, NUMBERS, out_sharding=NamedSharding(mesh(), P("data", None)))
 
+    def einsum(x, q):
+        return fb.einsum("bk,kn->bn", x, q, out_sharding=NamedSharding(mesh(), P("data", None)))
+
+    np.testing.assert_array_equal(alone(jax.jit(einsum)(x, q)), alone(jax.jit(fb.transparent(unchanged))(x, q)))
+    assert einsum(x, q).sharding.spec == P("data", None)
     out = jax.jit(fb.transparent(unchanged))(x, q)
     assert out.sharding.spec == P("data", None)
     np.testing.assert_allclose(alone(out), alone(x) @ fb.dequantize(jax.tree.map(alone, q)), rtol=1e-5, atol=1e-4)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
@@ -26,6 +27,7 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """`jnp.einsum` for any number of operands, any of which may be a QArray.
 
@@ -39,6 +41,7 @@ def einsum(
         preferred_element_type: as in `jnp.einsum`.
         policy: how the products with the last operand, the weight, are computed; None takes the policies that operands carry.
         key: a JAX random key, for policies whose backward pass draws random numbers.
+        out_sharding: as in `jnp.einsum`.
 
     Returns:
         The contraction.
@@ -66,7 +69,7 @@ def einsum(
         operands, report = (*others, Latent(jnp.asarray(last), key, policy)), _refuse_decoded
     elif key is not None:
         operands = tuple(_with_key(x, key) for x in operands)
-    return _contraction(subscripts, precision, preferred_element_type, report)(*operands)
+    return _contraction(subscripts, precision, preferred_element_type, out_sharding, report)(*operands)
 
 
 def _refuse_decoded(decoded: Decoded) -> None:
@@ -88,11 +91,17 @@ def _with_key(x: ArrayLike | QArray | Latent, key: Key[Array, ""]) -> ArrayLike 
 
 @functools.lru_cache(maxsize=256)
 def _contraction(
-    subscripts: str, precision: Any, preferred: DTypeLike | None, report: Callable[[Decoded], None] | None
+    subscripts: str,
+    precision: Any,
+    preferred: DTypeLike | None,
+    out_sharding: NamedSharding | PartitionSpec | None,
+    report: Callable[[Decoded], None] | None,
 ) -> Callable[..., jax.Array]:
     """The contraction as a transparent function, cached so that eager calls compile once."""
 
     def contract(*arrays: jax.Array) -> jax.Array:
-        return jnp.einsum(subscripts, *arrays, precision=precision, preferred_element_type=preferred)
+        return jnp.einsum(
+            subscripts, *arrays, precision=precision, preferred_element_type=preferred, out_sharding=out_sharding
+        )
 
     return transparent(contract, fallback="dequantize", report=report)
