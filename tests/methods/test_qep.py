@@ -90,7 +90,9 @@ def test_what_is_refused():
         QEP().quantized(weight(4, 8), SCHEME, (-1,), None)
     with pytest.raises(fb.QuantError, match=r"strength is 2 and damping 0.01; they must be 0 to 1, and above 0"):
         QEP(strength=2)
-    with pytest.raises(fb.QuantError, match="qep corrects weights for rtn and gptq, and imatrix needs other statistics"):
+    with pytest.raises(
+        fb.QuantError, match="qep takes methods of the Hessian or of no data, such as gptq; imatrix needs other statistics"
+    ):
         QEP(fb.methods.IMatrix())
     assert QEP(HQQ()).method == HQQ()
     w = {"w": weight(8, 64)}

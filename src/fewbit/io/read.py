@@ -21,7 +21,7 @@ _SUFFIXES = {".gguf": read_gguf, ".npz": read_npz, ".safetensors": read_safetens
 def read(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a GGUF, safetensors or `.npz` file, or a model directory.
 
-    Tensors are loaded one by one when they are indexed; only `.npz` is read at once.
+    Tensors are loaded one by one when they are indexed; only `.npz` and Orbax checkpoints are read at once.
 
     Args:
         path: the file or directory.

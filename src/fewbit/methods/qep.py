@@ -28,7 +28,7 @@ class QEP(AbstractMethod):
     The experts of a ragged product are not corrected: the routers of both models send them different tokens.
 
     Attributes:
-        method: what quantizes the corrected weight; of `RTN` and `GPTQ`.
+        method: what quantizes the corrected weight: one that needs nothing or the Hessian, such as `GPTQ`, `GPTQMSE` or `RTN`.
         strength: the part of the correction that is made, 0 to 1; all of it follows the calibration data too closely.
         damping: what is added to the diagonal of the second moments, as a part of its mean.
 
@@ -44,7 +44,9 @@ class QEP(AbstractMethod):
 
     def __post_init__(self) -> None:
         if not set(self.method.collect) <= {"hessian"}:
-            raise QuantError(f"qep corrects weights for rtn and gptq, and {self.method.name} needs other statistics")
+            raise QuantError(
+                f"qep takes methods of the Hessian or of no data, such as gptq; {self.method.name} needs other statistics"
+            )
         if not (0 <= self.strength <= 1 and 0 < self.damping < math.inf):
             raise QuantError(f"strength is {self.strength} and damping {self.damping}; they must be 0 to 1, and above 0")
 

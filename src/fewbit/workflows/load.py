@@ -29,7 +29,8 @@ def load(path: str | os.PathLike[str]) -> Model:
     """Opens a model; its parameters are loaded lazily, one by one.
 
     A Hugging Face or fewbit directory of a family of `models.FAMILIES` can be run, a GGUF file of their architectures, and a
-    glassllm `.npz`. Any other architecture loads as flat tensors, which can be planned, quantized, inspected and verified.
+    glassllm `.npz`. Any other architecture loads as flat tensors, which can be planned, quantized, inspected and verified,
+    and with a config.json evaluated by transformers.
 
     Args:
         path: the file or directory; or, if no such file exists, the name of a model from an installed package: "smollm2",

@@ -29,7 +29,7 @@ class Model:
 
     Attributes:
         path: the path it was read from.
-        kind: the container: "gguf", "safetensors", "npz" or "fewbit".
+        kind: the container: "gguf", "safetensors", "npz", "fewbit" or "orbax".
         config: the configuration of an architecture that can be run; else None.
         why_not_run: why it cannot be run; empty if it can.
         info: shape, dtype and bytes by path: `layers/3/attn/q` in a model that can be run, else the name in the file.

@@ -57,7 +57,7 @@ def quantize(
         to: the layout of the files: "fewbit", "hf" (dequantized to bfloat16), "gguf", "orbax", or the name of a container.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
         method: how scales and codes are chosen. With a method or a scaling that learns from a text, one layer is in memory at a
-            time; with a scaling, the residual stream of the text too.
+            time; the residual stream of the text is on the disk.
         scaling: how inputs of products are scaled first, which is folded into the model's parameters; None: they are not. The
             losses of tensors are relative to the scaled ones.
         calibration: what such a method and a scaling learn from: a text, see `calibration_data`; or, for the method imatrix alone,
