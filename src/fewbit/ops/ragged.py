@@ -59,7 +59,7 @@ def ragged_dot(
     Raises:
         QuantError: when shapes or `group_sizes` do not match; when operands carry different policies and none is given, or a
             policy needs a key.
-        UnsupportedError: where the named backend cannot compute it.
+        UnsupportedError: where the named backend cannot compute it, and for a policy with delayed scaling.
 
     >>> from fewbit.kernels.quantize import quantize
     >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
@@ -116,7 +116,8 @@ def ragged_dot_general(
     Raises:
         QuantError: when shapes or `group_sizes` do not match; when operands carry different policies and none is given, or a
             policy needs a key.
-        UnsupportedError: where the named backend cannot compute it, and for a policy with other dimension numbers.
+        UnsupportedError: where the named backend cannot compute it, and for a policy with delayed scaling or other dimension
+            numbers.
 
     >>> from fewbit.kernels.quantize import quantize
     >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
