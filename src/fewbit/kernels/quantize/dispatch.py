@@ -50,10 +50,10 @@ def quantize(
 
     `code = encode((x - offset) / scale)`, rounded to nearest and computed in float32 with the scale as stored. A tile whose
     calibrated scale would be below the smallest normal float32 number gets scale 1 and codes of zero (scale 0 in a format
-    without zero, and where scales are quantized themselves), so an all-zero tile decodes to exact zeros. A NaN or an infinity
-    makes every element of its tile NaN. Every array that is finite in float32 decodes to finite numbers: scales are limited so
-    that the largest code decodes to at most the largest float32. In float16 and bfloat16 numbers above their largest become infinite, as by any cast. An empty
-    array gives empty codes. Jit-compatible.
+    without zero, and where scales are quantized themselves), so an all-zero tile decodes to exact zeros. A NaN or an
+    infinity makes every element of its tile NaN. Every array that is finite in float32 decodes to finite numbers: scales
+    are limited so that the largest code decodes to at most the largest float32. In float16 and bfloat16 numbers above their
+    largest become infinite, as by any cast. An empty array gives empty codes. Jit-compatible.
 
     Args:
         x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
