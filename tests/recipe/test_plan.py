@@ -137,7 +137,8 @@ def test_products_that_disagree_need_a_rule_with_an_axis():
 def test_without_code_a_parameter_of_unknown_role_is_quantized_by_a_rule_with_its_axis_only(params):
     with pytest.raises(
         fb.QuantError,
-        match=r"rule 2 of recipe 'nf4' .* quantizes nothing: its path matches embed, .*, steps \(of unknown role\)",
+        match=r"rule 2 of recipe 'nf4' .* quantizes nothing: its path matches embed, .*, steps \(of unknown role\)\. "
+        r"Where a role is unknown, write a rule .*, or, for code in jax, pass the model's function to fb\.plan",
     ):
         fb.plan(None, params, recipe="nf4")
     with pytest.raises(fb.QuantError, match=r"Give the rule the contracted axis, as in axis=-1"):

@@ -118,8 +118,8 @@ def _refusal(rule: Rule, refused: Mapping[str, Role]) -> str:
         remedies.append("give the rule the contracted axis, as in axis=-1, where a role is unknown")
     elif Role.UNKNOWN in paths:
         remedies.append(
-            "where a role is unknown, pass the model's function to fb.plan, or write a rule with a path, a scheme and the "
-            'contracted axis: {"path": "...", "policy": "nf4", "axis": -1}'
+            "where a role is unknown, write a rule with a path, a scheme and the contracted axis: "
+            '{"path": "...", "policy": "nf4", "axis": -1}, or, for code in jax, pass the model\'s function to fb.plan'
         )
     if not rule.roles and (named := [str(role) for role in paths if role not in (Role.UNKNOWN, *QUANTIZED_ROLES)]):
         remedies.append(f"name roles={named} in the rule to quantize these")
