@@ -82,3 +82,21 @@ def test_methods_with_statistics_quantize_on_an_explicit_mesh(method):
     q = fb.quantize_params(there, plan, method=method, stats=stats)["w"]
     assert q.sharding.spec == spec
     np.testing.assert_allclose(jax.device_get(fb.dequantize(q)), fb.dequantize(wanted), rtol=1e-5)
+
+
+def test_a_table_that_is_also_the_head_is_not_corrected_for_the_errors_of_its_inputs():
+    """The embeddings that are looked up in it have no errors."""
+    w, x = X.T @ X, np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32)
+
+    def fn(p, tokens):
+        return jnp.tanh(p["embed"][tokens] @ p["w"]) @ p["embed"].T
+
+    plan = fb.plan(fn, {"embed": w, "w": w}, jnp.arange(8), recipe={"rules": [{"path": ".*", "policy": "int4_g16"}]})
+    seen = fb.calibration.Observation(hessian=x.T @ x, cross=1.3 * x.T @ x, count=jnp.float32(64))
+    codes = {
+        (path, method.name): quantize_row(w, plan[path], method, seen).codes
+        for path in ("embed", "w")
+        for method in (fb.methods.GPTQ(), fb.methods.QEP())
+    }
+    np.testing.assert_array_equal(codes["embed", "qep"], codes["embed", "gptq"])
+    assert np.any(codes["w", "qep"] != codes["w", "gptq"])

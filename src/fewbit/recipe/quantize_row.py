@@ -265,6 +265,9 @@ def quantized_leaf(
     axis = axis_within(row.axis, row.stacked, len(row.shape))
     if getattr(observation, "batch", None):
         observation = dataclasses.replace(observation, batch=axis_within(observation.batch, row.stacked, len(row.shape)))
+    if "take" in row.ops and getattr(observation, "cross", None) is not None:
+        # What corrects the product of a table would change the embeddings that are looked up in it, which have no errors.
+        observation = dataclasses.replace(observation, cross=None)
     if observation is None:
         chosen = NEAREST if method.collect else method
         q = for_each(row.stacked, lambda x: chosen.quantized(x, scheme, axis, None), cast(x, row.casts))
