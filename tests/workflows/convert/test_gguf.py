@@ -16,6 +16,7 @@ from fewbit.io.containers.container import Weight
 from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import stored
 from fewbit.io.gguf.writer import GGUFWriter
+from fewbit.models.names import shapes
 from fewbit.workflows.convert.gguf import why_not, why_not_model, why_not_weight, write_gguf
 from fewbit.workflows.convert.targets import check_target
 from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
@@ -335,6 +336,14 @@ def test_what_cannot_become_a_gguf_file_is_refused_before_any_tensor_is_read(dir
     (other / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
     assert why_not_model(workflows.load(other)).startswith("model_type 't5' has no GGUF conversion in fewbit")
     assert why_not_model(workflows.load(directory)) is None
+    llama = workflows.load(directory)
+    olmo = dataclasses.replace(
+        llama.config, norms="post", qk_norm="projection"
+    )  # of a GGUF file, written as a fewbit directory
+    own = dataclasses.replace(
+        llama, kind="fewbit", metadata={}, names={}, config=olmo, info=dict.fromkeys(shapes(olmo), llama.info["embed"])
+    )
+    assert why_not_model(own).startswith("the model is not a Llama, so no config.json can be made for it")
     assert not (tmp_path / "m.gguf").exists()
 
 

@@ -191,8 +191,9 @@ def _source(model: Model, ternary: str) -> _Source:
         raise UnsupportedError(
             f"{model.path} cannot become a GGUF file: it has neither GGUF metadata nor a config.json with a model_type"
         )
+    metadata = llama_json(config)  # refuses others, whose parameters may have no name there
     names = {path: HUGGING_FACE.name(path) for path in model.info}
-    return _from_hugging_face(model, llama_json(config), names, ternary, is_permuted=config.rope == "half")
+    return _from_hugging_face(model, metadata, names, ternary, is_permuted=config.rope == "half")
 
 
 def _from_gguf(model: Model, ternary: str) -> _Source:
