@@ -48,7 +48,7 @@ class QArray:
         codes: uint8, shaped like the array, but the length of the packed axis is in bytes.
         scale: one element per tile, with as many axes as the array; a QArray for double quantization.
         zero_point: like `scale`, or None.
-        tensor_scale: float32, one element, with as many axes as the array; or None.
+        tensor_scale: float32, one element, or one for each of stacked arrays, with as many axes as the array; or None.
         scheme: how to decode the leaves. Static, like the following fields.
         dtype: the floating dtype of the array and of `fb.dequantize`.
         slack: padding codes at the end of the packed axis.
