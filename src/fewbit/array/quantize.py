@@ -142,7 +142,7 @@ def chosen_scales(
     stored, used = _stored_scale(_guarded(ideal, view, bound), target, bound, counts, tiles, is_widened)
     divisor = jnp.where(used == 0, jnp.ones_like(used), used)
     if low is not None and not isinstance(target.zero, AbstractFormat) and low.shape == view.is_finite.shape:
-        low = jnp.where(view.is_finite, low, jnp.full_like(low, jnp.nan))
+        low = jnp.where(view.is_finite, low, jnp.nan)
     zero = loaded = None
     if low is not None:
         if is_widened:
@@ -396,8 +396,8 @@ def _guarded(scale: Array, view: Tiles, scheme: Scheme) -> Array:
     that it decodes to zero; and so do scales that are quantized themselves, since a 1 among them would widen their range.
     """
     for_zero = float(0.0 in scheme.format.values() and not isinstance(scheme.scale, Scheme))
-    scale = jnp.where(jnp.abs(scale) < _TINY, jnp.full_like(scale, for_zero), scale)
-    return jnp.where(view.is_finite, scale, jnp.full_like(scale, jnp.nan))
+    scale = jnp.where(jnp.abs(scale) < _TINY, for_zero, scale)
+    return jnp.where(view.is_finite, scale, jnp.nan)
 
 
 def in_units(x: Array, divisor: Array, offset: Array | None) -> Array:
@@ -490,7 +490,7 @@ def stored_factors(holder: AbstractFormat | np.dtype, stored: Array) -> tuple[Ar
         return (ScaleStore(holder).loaded(stored),)
     code = stored.astype(jnp.int32)
     half = (code - 127) // 2
-    low = jnp.where(code == 255, jnp.full_like(code, jnp.nan, jnp.float32), power_of_two(half))
+    low = jnp.where(code == 255, jnp.nan, power_of_two(half))
     return low, power_of_two(code - 127 - half)
 
 
