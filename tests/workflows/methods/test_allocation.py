@@ -224,6 +224,8 @@ def test_candidates_that_fit_no_weight(tmp_path):
     model, windows = model_of(SMALL, tmp_path), np.zeros((1, 4), np.int32)
     plan = workflows.plan_model(model, recipe="int8")
     assert fitting(plan, ["nf4", "int4_g8", "int8"], short_rows) == ["int4_g8", "int8"]
+    with pytest.raises(fb.QuantError, match="none of the default candidates nf4 fits a weight: embed: no type; name"):
+        fitting(plan, ["nf4"], short_rows)
     with pytest.raises(fb.QuantError, match="candidate nf4 fits no weight: no type"):
         sensitivities(model, plan, ["int8", "nf4"], windows, refusals=short_rows)
     with pytest.raises(fb.QuantError, match=r"none of int4_g8 can store embed: too short"):

@@ -284,9 +284,20 @@ def _job(
 
 
 def fitting(plan: Plan, candidates: Iterable[str], refusals: Callable[[Plan], Mapping[str, str]]) -> list[str]:
-    """The candidates that can store any of the weights of a plan. `refusals` is as for `sensitivities`."""
+    """The candidates that can store any of the weights of a plan. `refusals` is as for `sensitivities`.
+
+    Raises:
+        QuantError: when there is none.
+    """
     weights = [row.path for row in plan if row.policy is not None]
-    return [name for name in candidates if len(refusals(_with_scheme(plan, name))) < len(weights)]
+    refused = {name: refusals(_with_scheme(plan, name)) for name in candidates}
+    found = [name for name in refused if len(refused[name]) < len(weights)]
+    if refused and not found:
+        path, reason = next(iter(next(iter(refused.values())).items()))
+        raise QuantError(
+            f"none of the default candidates {', '.join(refused)} fits a weight: {path}: {reason}; name --candidates that fit"
+        )
+    return found
 
 
 def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
