@@ -7,6 +7,7 @@ Parameters that share an input go together, and what does not depend on the othe
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -117,18 +118,18 @@ def input_groups(
         The groups; the last one has the parameters whose products were not reached.
     """
     others, arrays = split_arrays((params, inputs))
-    traced, sources = Traced.of(fn, (params, *inputs), {}), _Sources(_Operand())
+    traced, groups = Traced.of(fn, (params, *inputs), {}), dict[int, list[str]]()
 
     def run(arrays: list[Any]) -> None:
-        params, inputs = others.merged(arrays)
+        (params, inputs), sources = others.merged(arrays), _Sources(_Operand())
         interpreter = evaluator("dequantize", None, calibration_rules(sources))
         evaluate(interpreter, traced, array_leaves((observed(params, paths, sources), *inputs)))
+        for path, operand in sources.operands.items():
+            groups.setdefault(id(operand), []).append(path)
 
     jax.eval_shape(run, arrays)
-    groups: dict[int, list[str]] = {}
-    for path, operand in sources.operands.items():
-        groups.setdefault(id(operand), []).append(path)
-    if missing := [path for path in paths if path not in sources.operands]:
+    reached = set(itertools.chain(*groups.values()))
+    if missing := [path for path in paths if path not in reached]:
         return [*groups.values(), missing]  # which `collected` refuses with the reason
     return list(groups.values())
 
