@@ -19,7 +19,7 @@ from ..methods import AbstractScaling, IMatrix, scaled_method
 from ..methods.named import method_name, scaled_name
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
-from ..workflows.convert.targets import default_candidates, refusals
+from ..workflows.convert.targets import check_target, default_candidates, refusals
 from ..workflows.distributed.processes import gathered
 from ..workflows.distributed.quantize import check_needs_no_run, quantize_distributed
 from ..workflows.engine import choose_engine
@@ -243,7 +243,7 @@ def with_bits(
     names, refused = candidate_names(bits, candidates, to), functools.partial(refusals, to, model)
     if candidates is None:
         names = fitting(made, names, refused)
-    check_bits(made, names, bits, refused)
+    check_bits(made, names, bits, refused, functools.partial(check_target, to, model))
     window = min(SENSITIVITY_WINDOW, model.runnable_config().context)
     data = calibration_data(model, text, windows=SENSITIVITY_WINDOWS, window=window)
     with progress_bar("measuring", 1) as bar:

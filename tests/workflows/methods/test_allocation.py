@@ -232,6 +232,19 @@ def test_candidates_that_fit_no_weight(tmp_path):
         sensitivities(model, plan, ["int4_g8"], windows, refusals=short_rows)
 
 
+def test_candidates_that_cannot_be_in_one_model(tmp_path):
+    plan = workflows.plan_model(model_of(SMALL, tmp_path), recipe="int8")
+
+    def one_kind(mixture) -> None:
+        kinds = {row.policy.weight.name for row in mixture if row.policy is not None}
+        if kinds == {"int8", "int4_g8"}:
+            raise fb.UnsupportedError("one group size")
+
+    check_bits(plan, ["int8", "int4"], 32, check=one_kind)
+    with pytest.raises(fb.UnsupportedError, match="candidates int8 and int4_g8 cannot be in one model: one group size"):
+        check_bits(plan, ["int8", "int4", "int4_g8"], 32, short_rows, one_kind)
+
+
 @pytest.mark.slow
 def test_a_candidate_that_fits_some_weights_is_chosen_for_these_only(tmp_path):
     model = model_of(SMALL, tmp_path)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Key
 from scipy.stats import rankdata
 
 from ...array.scheme import scheme as as_scheme
-from ...errors import QuantError
+from ...errors import QuantError, UnsupportedError
 from ...io.journal import Journal
 from ...io.parts import FinishedParts
 from ...methods.allocation import Choice, allocate
@@ -213,15 +213,45 @@ def _kept_lines(
 
 
 def check_bits(
-    plan: Plan, candidates: Sequence[str], bits: float, refusals: Callable[[Plan], Mapping[str, str]] = lambda plan: {}
+    plan: Plan,
+    candidates: Sequence[str],
+    bits: float,
+    refusals: Callable[[Plan], Mapping[str, str]] = lambda plan: {},
+    check: Callable[[Plan], None] = lambda plan: None,
 ) -> None:
-    """Raises QuantError if even the smallest candidates take more bits per weight; before they are measured.
+    """Refuses candidates that cannot make a plan of so many bits per weight; before they are measured.
 
-    The arguments are those of `sensitivities` and `allocated`.
+    Args:
+        plan: as in `allocated`.
+        candidates: as in `sensitivities`.
+        bits: as in `allocated`.
+        refusals: as in `sensitivities`.
+        check: refuses a plan that the layout cannot store as a whole, such as one of two group sizes.
+
+    Raises:
+        QuantError: when even the smallest candidates take more.
+        UnsupportedError: for two candidates that `check` refuses in one plan.
     """
     groups = tied(row for row in plan if row.policy is not None)
     plans = _plans(plan, candidates, groups, refusals)
     _check_smallest(plan, {paths: _sizes(plans, paths).values() for paths in groups}, bits)
+    for pair in itertools.combinations(plans, 2):
+        try:
+            check(_mixture(plan, plans, pair, groups))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"candidates {' and '.join(pair)} cannot be in one model: {error}") from error
+
+
+def _mixture(plan: Plan, plans: Mapping[str, Plan], pair: Sequence[str], groups: Sequence[tuple[str, ...]]) -> Plan:
+    """The plan with two candidates, as often each as they fit; with another one for weights that neither of them can store."""
+    used, taken = dict.fromkeys(plans, 0), dict[str, Plan]()
+    for paths in groups:
+        fitting = [name for name in pair if _has_all(plans[name], paths)]
+        name = min(fitting or [name for name in plans if _has_all(plans[name], paths)], key=used.__getitem__)
+        used[name] += 1
+        taken |= dict.fromkeys(paths, plans[name])
+    rows = tuple(taken[row.path][row.path] if row.path in taken else row for row in plan)
+    return dataclasses.replace(plan, rows=rows)
 
 
 def _check_smallest(plan: Plan, sizes: Mapping[tuple[str, ...], Iterable[int]], bits: float) -> int:
