@@ -49,6 +49,7 @@ def einsum(
     Raises:
         QuantError: when `policy` is not a Policy, or is given with a QArray operand, with a single operand, or with a weight
             that has an index summed or repeated within it; when operands carry different policies, or a policy needs a key.
+        UnsupportedError: for a policy with delayed scaling.
 
     >>> from fewbit.kernels.quantize import quantize
     >>> einsum("bi,oi->bo", jnp.ones((2, 4)), quantize(jnp.eye(4), "int8")).shape
