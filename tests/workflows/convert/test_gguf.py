@@ -337,9 +337,8 @@ def test_what_cannot_become_a_gguf_file_is_refused_before_any_tensor_is_read(dir
     assert why_not_model(workflows.load(other)).startswith("model_type 't5' has no GGUF conversion in fewbit")
     assert why_not_model(workflows.load(directory)) is None
     llama = workflows.load(directory)
-    olmo = dataclasses.replace(
-        llama.config, norms="post", qk_norm="projection"
-    )  # of a GGUF file, written as a fewbit directory
+    # What a fewbit directory that was written from a GGUF file of OLMo 2 has.
+    olmo = dataclasses.replace(llama.config, norms="post", qk_norm="projection")
     own = dataclasses.replace(
         llama, kind="fewbit", metadata={}, names={}, config=olmo, info=dict.fromkeys(shapes(olmo), llama.info["embed"])
     )

@@ -88,6 +88,23 @@ def test_later_layers_are_corrected_for_the_errors_before_them(tmp_path):
     assert errors(model, plan, qep, tokens) < errors(model, plan, gptq, tokens)
 
 
+def test_the_first_layer_is_corrected_for_the_errors_of_the_embeddings(tmp_path):
+    model, data = model_of(dataclasses.replace(SMALL, tied=False), tmp_path), data_of(SMALL, 8)
+    recipe = {"rules": [{"path": "embed", "policy": "int2"}, {"path": "layers/0/attn/[qkv]", "policy": "int4"}]}
+    plan = workflows.plan_model(model, recipe=recipe)
+    gptq, qep = (dict(calibrated_weights(model, plan, method, data)) for method in (GPTQ(), QEP()))
+    assert gptq.keys() == qep.keys() == {f"layers/0/attn/{name}" for name in "qkv"}
+    embed, gain = model.load("embed"), model.load("layers/0/attn/norm")
+    exact, seen = (
+        np.asarray(table)[data.windows.ravel()] for table in (embed, fb.dequantize(fb.quantize(jnp.asarray(embed), "int2")))
+    )
+    exact, seen = (x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + SMALL.norm_eps) * gain for x in (exact, seen))
+    for path in gptq:
+        wanted = exact @ np.asarray(model.load(path)).T
+        errors_of = [np.linalg.norm(seen @ np.asarray(fb.dequantize(found[path])).T - wanted) for found in (qep, gptq)]
+        assert errors_of[0] < 0.98 * errors_of[1]
+
+
 def test_the_first_layer_is_that_of_observe(tmp_path):
     """Its inputs are those of the float model; later layers see quantized ones."""
     model, data = model_of(SMALL, tmp_path), data_of(SMALL, 4)

@@ -37,7 +37,7 @@ from ...recipe.plan import Plan
 from ...recipe.quantize_row import non_finite_counts, non_finite_message, quantize_row
 from ...recipe.rows import PlanRow
 from ..convert.fused import quantized_together
-from ..model import Model, decoded, is_kept
+from ..model import Model, Value, decoded, is_kept
 from .calibration_data import CalibrationData
 from .experts import EXPERT, ExpertTokens, with_unseen_experts
 from .folding import scaled_inputs
@@ -167,7 +167,11 @@ def calibrated_weights(
         elif index < start and any(path.startswith(f"layers/{index}/") for path in chosen):
             start = 0
     if start == 0:
-        streams = _kept_streams(parts, "stream", 0, _first_streams(model, data.windows, count))
+        tables = (model.load("embed"),) * count
+        # QEP makes up for the errors of a table; other methods gain nothing from them. A tied one is quantized last, as the head.
+        if count == 2 and "embed" in chosen and not config.tied:
+            tables = (quantize_row(decoded(tables[0]), rows["embed"], method), tables[1])
+        streams = _kept_streams(parts, "stream", 0, _first_streams(tables, data.windows, config))
     if progress is not None:
         progress(start, config.layers)
     for index in range(start, config.layers):
@@ -360,7 +364,7 @@ def float_layers(
     config = _checked_config(model, windows)
     start, streams = _last_streams(parts, "float-stream", config.layers)
     if start == 0:
-        streams = _kept_streams(parts, "float-stream", 0, _first_streams(model, windows))
+        streams = _kept_streams(parts, "float-stream", 0, _first_streams((model.load("embed"),), windows, config))
     if progress is not None:
         progress(start, config.layers)
     for index in range(start, config.layers):
@@ -398,13 +402,14 @@ def _head_path(config: DecoderConfig) -> str:
     return "embed" if config.tied else "head"
 
 
-def _first_streams(model: Model, windows: Int[np.ndarray, "W T"], count: int = 1) -> Iterator[Float[Array, "S B T D"]]:
-    """The inputs of the first layer in batches, the same for each of `count` residual streams."""
-    embed, config = model.load("embed"), model.runnable_config()
+def _first_streams(
+    tables: tuple[Value, ...], windows: Int[np.ndarray, "W T"], config: DecoderConfig
+) -> Iterator[Float[Array, "S B T D"]]:
+    """The inputs of the first layer in batches, with a residual stream for each of the tables of embeddings."""
     size = max(_BATCH_TOKENS // windows.shape[1], 1)
     for i in range(0, len(windows), size):
-        x = _embedded(embed, jnp.asarray(windows[i : i + size]), config=config)
-        yield jnp.stack([x] * count)
+        tokens = jnp.asarray(windows[i : i + size])
+        yield jnp.stack([_embedded(table, tokens, config=config) for table in tables])
 
 
 def _next_streams(
