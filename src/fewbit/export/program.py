@@ -57,7 +57,9 @@ def deserialize(blob: bytes | bytearray) -> jax.export.Exported:
     if any(extension(module).missing for module in EXTENSIONS):  # else the text, which has all constants, is not needed
         called = re.findall(r"custom_call @(fewbit_\w+)", exported.mlir_module())
         if missing := sorted(set(called) - set(_targets())):
-            raise UnsupportedError(f"the program calls {', '.join(missing)}, and no such kernel is loaded here; {HOW_TO_BUILD}")
+            raise UnsupportedError(
+                f"the program calls {', '.join(missing)}, and no such kernel is loaded here; {HOW_TO_BUILD}"
+            )
     return exported
 
 
