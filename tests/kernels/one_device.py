@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
-from fewbit import kvcache
+from fewbit import export, kvcache
 from tests.conformance import array_laws as laws
 
 SCHEMES = ("int8", "uint3", "q4_1", "nf4_dq", "mxfp6", "nvfp4")
@@ -78,8 +79,35 @@ def training() -> None:
     assert "int8" in str(fb.plan(lambda w, x: x @ w.T, w, x, recipe=fb.recipe("int8")))
 
 
+def open_size(program: Callable[..., Any]) -> None:
+    """A size that `jax.export` leaves open is every size; products then take no kernel."""
+    (batch,) = jax.export.symbolic_shape("batch")
+    q = fb.quantize(w, "int4_g64")
+    exported = export.export(jax.jit(program))(jax.ShapeDtypeStruct((batch, 128), jnp.float32), q)
+    assert "fewbit_qmatmul" not in exported.mlir_module()
+    bound = 128 * 2.0**-23 * float(jnp.max(jnp.abs(x) @ jnp.abs(fb.dequantize(q)).T))  # 128 products in another order
+    for rows in (x, x[:1]):
+        np.testing.assert_allclose(exported.call(rows, q), program(rows, q), rtol=0, atol=bound)
+
+
+def scanned(x: jax.Array, q: fb.QArray) -> jax.Array:
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), q)
+    return fb.transparent(lambda x, stack: jax.lax.scan(lambda x, w: (x, x @ w.T), x, stack)[1])(x, stack)
+
+
+OPEN = {
+    "product": lambda x, q: x @ q.T,
+    "einsum": lambda x, q: fb.einsum("bk,nk->bn", x, q),
+    "rows": lambda x, q: fb.transparent(lambda q: q[x[:, 0].astype(jnp.int32)])(q),
+    "quantize": lambda x, q: fb.dequantize(fb.quantize(x, "int8")),
+    "policy": lambda x, q: fb.dot_general(x, q, (((1,), (1,)), ((), ())), policy=fb.Policy(q.scheme, "int8")),
+    "scan": scanned,
+}
+"""Programs whose number of rows is left open."""
+
 CHECKS: dict[str, Callable[[], None]] = {
     **{name: lambda name=name: scheme(name) for name in SCHEMES},
+    **{f"open size: {name}": lambda program=program: open_size(program) for name, program in OPEN.items()},
     **{f.__name__: f for f in (explain, transparent, gradient, pairs, ragged, attention, training)},
 }
 

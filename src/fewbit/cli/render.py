@@ -21,8 +21,8 @@ from ..workflows.tensors import Outcome, TensorResult, worst
 from .console import block_lines, worst_weight_lines
 
 
-def plan_lines(model: Model, plan: Plan, *, full: bool, to: str = "fewbit") -> list[str]:
-    """The notes on the source, the plan table and its sizes."""
+def plan_lines(model: Model, plan: Plan, *, full: bool, to: str) -> list[str]:
+    """The notes on the source, the plan table, and its sizes in the layout `to`."""
     sizes = f"{model.name}: {file_bytes(model.path):,} bytes on disk; planned {plan.bytes_after:,} bytes of arrays"
     if to == "hf":
         sizes += ", whose weights are written dequantized, in bfloat16"

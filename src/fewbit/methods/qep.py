@@ -25,8 +25,8 @@ from .weight_matrices import WeightMatrices
 class QEP(AbstractMethod):
     """Corrects a weight for the errors of its quantized inputs, then quantizes it by another method.
 
-    The experts of a ragged product are not corrected: the routers of both models send them different tokens. Nor is a table of
-    embeddings that is also the output head, whose rows are looked up as they are.
+    The experts of a ragged product are not corrected: the routers of both models send them different tokens. Nor is a tied
+    embedding, whose rows are also the input embeddings.
 
     Attributes:
         method: what quantizes the corrected weight: one that needs nothing or the Hessian, such as `GPTQ`, `GPTQMSE` or `RTN`.

@@ -266,7 +266,7 @@ def quantized_leaf(
     if getattr(observation, "batch", None):
         observation = dataclasses.replace(observation, batch=axis_within(observation.batch, row.stacked, len(row.shape)))
     if "take" in row.ops and getattr(observation, "cross", None) is not None:
-        # What corrects the product of a table would change the embeddings that are looked up in it, which have no errors.
+        # A tied embedding: correcting the product of the output head would change the input embeddings, which have no errors.
         observation = dataclasses.replace(observation, cross=None)
     if observation is None:
         chosen = NEAREST if method.collect else method

@@ -168,7 +168,7 @@ def calibrated_weights(
             start = 0
     if start == 0:
         tables = (model.load("embed"),) * count
-        # QEP makes up for the errors of a table; other methods gain nothing from them. A tied one is quantized last, as the head.
+        # QEP corrects for the errors of the embedding; other methods gain nothing from them. A tied one is quantized last.
         if count == 2 and "embed" in chosen and not config.tied:
             tables = (quantize_row(decoded(tables[0]), rows["embed"], method), tables[1])
         streams = _kept_streams(parts, "stream", 0, _first_streams(tables, data.windows, config))
