@@ -43,7 +43,7 @@ demo: ready-demo ## quantizes a real language model five ways and prints what ea
 	@$(BIN)/fewbit demo
 	@echo "These commands are in $(BIN); to have them by name: . $(BIN)/activate"
 
-test: ready-test ## the tests that protect each promise; about 13 minutes on two slow cores, set-up included
+test: ready-test ## the tests that protect each promise; at most 12 minutes on two cores, set-up included
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" --ignore tests/oracles
 
 test-all: ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
