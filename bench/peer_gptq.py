@@ -6,7 +6,7 @@
 
 The peers have environments of their own, without fewbit; `bench/peer_gptq_torch.py` runs there. The model is that of
 `bench.methods`, SmolLM2 rotated, or with --plain as it is; the peers get it as a float32 checkpoint, with the same windows of
-calibration tokens. Only the weights of the layers are quantized, on every side; the table of tokens and the head stay float. fewbit
+calibration tokens. Only the weights of the layers are quantized, on every side; the embedding and the head stay float. fewbit
 reads what the peers write, and one evaluation measures all models. The logits of what was read are compared with those of the peer's
 own network. fewbit's AWQ scales inputs and clips; `awq+rtn` only scales, like that of llm-compressor.
 """

@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def random_params(layers: int, width: int) -> dict[str, Any]:
-    """A table of tokens and a list of layers."""
+    """An embedding and a list of layers."""
     random = np.random.default_rng(1)
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
 

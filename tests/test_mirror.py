@@ -158,7 +158,9 @@ SUITES = (
     Suite(
         "models/families/test_family.py",
         "config.json of every family by transformers'",
-        {"models/families": "deepseek gemma gpt_oss granite llama olmo phi qwen rope smollm"},
+        {
+            "models/families": "bitnet deepseek ernie exaone experts gemma glm gpt_oss granite llama olmo phi qwen rope seed smollm"
+        },
     ),
     Suite("models/roles/test_checkpoint.py", "roles of tensors", {"models/roles": "families modules"}),
     # Workflows and the command line.

@@ -8,11 +8,13 @@ import pytest
 from fewbit.errors import QuantError
 from fewbit.models import DecoderConfig, Experts, LatentAttention
 from fewbit.models.rope_scaling import Dynamic, Llama3, LongRope, Yarn
-from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, OTHERS, SMALL
+from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, OTHERS, SMALL, SUB_NORMS
 
 
 @pytest.mark.parametrize(
-    "config", [*CONFIGS.values(), FEATURES, OTHERS, LATENT], ids=[*CONFIGS, "features", "others", "latent"]
+    "config",
+    [*CONFIGS.values(), FEATURES, OTHERS, LATENT, SUB_NORMS],
+    ids=[*CONFIGS, "features", "others", "latent", "sub norms"],
 )
 def test_json_reads_back(config: DecoderConfig):
     assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config

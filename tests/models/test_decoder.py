@@ -20,6 +20,7 @@ from tests.nets.random_decoder import (
     LATENT,
     OTHERS,
     SMALL,
+    SUB_NORMS,
     UNTIED,
     logits_float64,
     random_params,
@@ -63,6 +64,7 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
     [
         pytest.param(FEATURES, id="features"),
         pytest.param(OTHERS, id="others"),
+        pytest.param(SUB_NORMS, id="sub norms"),
         pytest.param(LATENT, id="latent", marks=pytest.mark.slow),
     ],
 )

@@ -8,7 +8,17 @@ import pytest
 
 from fewbit.models import Experts, params_from_paths, paths_of_params, shapes
 from fewbit.models.input_scales import FoldedScales, scalable_inputs, why_not_scaled
-from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, UNTIED, logits_float64, random_params, random_tokens
+from tests.nets.random_decoder import (
+    FEATURES,
+    LATENT,
+    OTHERS,
+    SMALL,
+    SUB_NORMS,
+    UNTIED,
+    logits_float64,
+    random_params,
+    random_tokens,
+)
 
 INTERLEAVED = dataclasses.replace(OTHERS, activation="silu", norms="sandwich", norm_offset=0.5)
 CONFIGS = {
@@ -18,6 +28,7 @@ CONFIGS = {
     "others": OTHERS,
     "interleaved": INTERLEAVED,
     "latent": LATENT,
+    "sub norms": SUB_NORMS,
 }
 SPLIT = dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, split=True))
 """As in GGUF files."""

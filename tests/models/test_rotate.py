@@ -20,7 +20,7 @@ from fewbit.models import (
     rotated_weight,
     stack_layers,
 )
-from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, SMALL, UNTIED, random_params, random_tokens
+from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, SMALL, SUB_NORMS, UNTIED, random_params, random_tokens
 from tests.nets.random_decoder import OTHERS as INTERLEAVED
 
 KEY = jax.random.key(0)
@@ -41,8 +41,8 @@ OTHER = dataclasses.replace(
 
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), OTHER, LATENT, dataclasses.replace(INTERLEAVED, norms="pre")],
-    ids=[*CONFIGS, "other", "latent", "interleaved experts"],
+    [*CONFIGS.values(), OTHER, LATENT, dataclasses.replace(INTERLEAVED, norms="pre"), SUB_NORMS],
+    ids=[*CONFIGS, "other", "latent", "interleaved experts", "sub norms"],
 )
 def test_logits_stay_what_they_are(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
@@ -73,7 +73,9 @@ def test_logits_stay_with_norms_on_the_outputs_of_blocks(config: DecoderConfig):
 
 @pytest.mark.parametrize("products", [("o",), ("down",), ("o", "down")], ids=" ".join)
 @pytest.mark.parametrize(
-    "config", [*CONFIGS.values(), OTHER, LATENT, INTERLEAVED], ids=[*CONFIGS, "other", "latent", "interleaved experts"]
+    "config",
+    [*CONFIGS.values(), OTHER, LATENT, INTERLEAVED, SUB_NORMS],
+    ids=[*CONFIGS, "other", "latent", "interleaved experts", "sub norms"],
 )
 def test_rotated_inputs_of_rotated_weights(config: DecoderConfig, products):
     params, tokens = random_params(config), random_tokens(config, 2, 13)

@@ -41,6 +41,18 @@ _DEEPSEEK: dict[str, Any] = {
     "rms_norm_eps": 1e-3,
 }
 
+_ROUTED: dict[str, Any] = {
+    **_SIZES,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.0,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**_SIZES, "attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("LlamaForCausalLM", {**_SIZES, "rope_parameters": {"rope_type": "linear", **_NTK}}),
@@ -117,6 +129,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
+    "granitemoe": (
+        "GraniteMoeForCausalLM",
+        {
+            **_WIDE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+        },
+    ),
+    "ministral": ("MinistralForCausalLM", {**_SIZES, "sliding_window": 5, "layer_types": _ALTERNATING}),
+    "gemma": ("GemmaForCausalLM", _SIZES),
+    "olmo3": ("Olmo3ForCausalLM", {**_WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
+    "olmo3-yarn": (
+        "Olmo3ForCausalLM",
+        {
+            **_WIDE,
+            "sliding_window": 6,
+            "layer_types": _ALTERNATING,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", **_NTK, "original_max_position_embeddings": 16},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "olmoe": ("OlmoeForCausalLM", {**_WIDE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("Glm4MoeForCausalLM", {**_ROUTED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        {**_DEEPSEEK, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
+    ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        {**_ROUTED, "head_dim": 16, "norm_topk_prob": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2ForCausalLM",
+        {
+            **_SIZES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "seed_oss": ("SeedOssForCausalLM", {**_SIZES, "attention_out_bias": True, "mlp_bias": True}),
+    "exaone4": ("Exaone4ForCausalLM", {**_WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
+    "exaone4-full": ("Exaone4ForCausalLM", {**_WIDE, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {**_SIZES, "use_bias": True}),
+    "helium": ("HeliumForCausalLM", {**_WIDE, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "bitnet": ("BitNetForCausalLM", _WIDE),
     "gpt_oss": (
         "GptOssForCausalLM",
         {

@@ -75,6 +75,7 @@ LATENT = dataclasses.replace(
     ),
     latent=LatentAttention(rank=12, value_dim=6, query_rank=9),
 )
+SUB_NORMS = dataclasses.replace(SMALL, sub_norms=True, activation="relu2", norm_eps=0.01)
 
 
 def random_params(config: DecoderConfig, seed: int = 0) -> dict[str, Any]:
@@ -136,6 +137,7 @@ def _attention(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderCo
     if c.qk_norm == "projection":
         flat |= {name: _normed(flat[name], layer[f"attn/{name}_norm"], c) for name in ("q", "k")}
     mixed = np.concatenate([_head(flat, layer, h, i, c) for h in range(c.heads)], axis=1)
+    mixed = _normed(mixed, layer.get("attn/sub_norm"), c)
     return mixed @ layer["attn/o"].T + layer.get("attn/o_bias", 0.0)
 
 
@@ -249,12 +251,16 @@ def _expert(layer: dict[str, np.ndarray], e: int, experts: Experts) -> dict[str,
 
 def _block(y: np.ndarray, layer: dict[str, np.ndarray], part: str, c: DecoderConfig) -> np.ndarray:
     gate, up = (y @ layer[f"{part}/{name}"].T + layer.get(f"{part}/{name}_bias", 0.0) for name in ("gate", "up"))
-    return _gated(gate, up, c) @ layer[f"{part}/down"].T + layer.get(f"{part}/down_bias", 0.0)
+    return _normed(_gated(gate, up, c), layer.get(f"{part}/sub_norm"), c) @ layer[f"{part}/down"].T + layer.get(
+        f"{part}/down_bias", 0.0
+    )
 
 
 def _gated(gate: np.ndarray, up: np.ndarray, c: DecoderConfig) -> np.ndarray:
     if c.activation == "gelu_tanh":
         return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    if c.activation == "relu2":
+        return np.maximum(gate, 0) ** 2 * up
     if c.activation == "silu":
         return gate / (1 + np.exp(-gate)) * up
     gate, up = np.minimum(gate, c.activation_limit), np.clip(up, -c.activation_limit, c.activation_limit)

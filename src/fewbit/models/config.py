@@ -11,8 +11,11 @@ from .rope_scaling import RopeScaling, Yarn, scaling_from_json, scaling_to_json
 RopeLayout = Literal["interleaved", "half"]
 """The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + rotary_dim / 2` (Hugging Face)."""
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""What the gate passes through; "clamped_swiglu" is gpt-oss's `clip(gate) sigmoid(1.702 clip(gate)) (clip(up) + 1)`."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+"""What the gate passes through.
+
+"clamped_swiglu" is gpt-oss's `clip(gate) sigmoid(1.702 clip(gate)) (clip(up) + 1)`, and "relu2" the square of a ReLU (BitNet).
+"""
 
 Norms = Literal["pre", "post", "sandwich"]
 """Where a block has RMSNorms: on its input, on its output (OLMo 2), or on both (Gemma 2)."""
@@ -167,6 +170,7 @@ class DecoderConfig:
         mlp_bias: whether the feed-forward block has biases.
         qk_norm: the RMSNorm of queries and keys.
         norms: where a block has RMSNorms.
+        sub_norms: whether the output projection of attention and the down projection have RMSNorms on their inputs (BitNet).
         norm_offset: added to the gain of every RMSNorm (1 in Gemma).
         sinks: whether each head's softmax has one more logit, without a value (gpt-oss).
         activation: the activation of the gate.
@@ -217,6 +221,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: QKNorm = "none"
     norms: Norms = "pre"
+    sub_norms: bool = False
     norm_offset: float = 0.0
     sinks: bool = False
     activation: Activation = "silu"
@@ -244,7 +249,7 @@ class DecoderConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise QuantError(f"{name} is {value!r}, must be a positive number, or 0 for none")
-        for name in ("tied", "qkv_bias", "o_bias", "mlp_bias", "sinks", "fused", "rotated_outputs"):
+        for name in ("tied", "qkv_bias", "o_bias", "mlp_bias", "sinks", "fused", "sub_norms", "rotated_outputs"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise QuantError(f"{name} is {value!r}, must be true or false")
@@ -268,6 +273,8 @@ class DecoderConfig:
             raise QuantError("fused and mlp_bias are true: biases of fused gate and up projections are not supported")
         if isinstance(self.rope_scaling, Yarn) and self.rope_theta == 1:
             raise QuantError("rope_theta is 1, whose logarithm YaRN divides by; expected another base")
+        if self.sub_norms and self.experts is not None:
+            raise QuantError("sub_norms is true, but experts have no norms on the inputs of their down projections")
         if self.latent is not None:
             self._check_latent(self.latent)
         if self.window_layers and not self.window:

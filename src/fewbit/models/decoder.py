@@ -35,7 +35,7 @@ from .cache import AnyCache, Cache
 from .config import DecoderConfig
 from .experts import mixture
 from .latent import absorbed_heads, absorbed_values, expanded_heads
-from .layer import Params, changed_input, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled
+from .layer import Params, changed_input, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled, sub_norm
 from .rope import LayerRotations
 
 
@@ -263,6 +263,7 @@ def _block(
             q = quantize(q, QUERIES)
         mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
         mixed = _values(mixed, attn, config, is_absorbed).swapaxes(1, 2).reshape(*x.shape[:2], -1)
+        mixed = sub_norm(mixed, attn, config)
         x = x + _after(plus_bias(linear(changed_input(mixed, attn, "o", config), attn["o"]), attn, "o"), attn, config)
         mlp = layer["mlp"]
         y = _before(x, mlp, config)

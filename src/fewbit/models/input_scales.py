@@ -8,6 +8,7 @@ divided by it, so that the function does not change. In a decoder these can be d
     q_b; kv_b                        the gain of the latent's norm
     o                                rows of v (of kv_b in latent attention); heads that share a value share its scales
     down                             rows of up, where the activation is linear in them
+    o, down of `config.sub_norms`    the gain of the norm before them
     o, down of `config.scaled_inputs`  the vector by which the decoder multiplies it, which is kept in the model
 
 The input of a tied head cannot be scaled, since its rows are embeddings, too; nor that of a block without a norm before it; nor
@@ -137,6 +138,9 @@ class _Inputs:
         if config.scales_input_of(f"{at}/o"):
             yield self.kept(f"{at}/o")
             return
+        if config.sub_norms:
+            yield from self.after_norm(f"{at}/sub_norm", [f"{at}/o"])
+            return
         if latent is not None and latent.split:
             return
         if latent is not None:
@@ -161,6 +165,8 @@ class _Inputs:
         yield from self.after_norm(f"{at}/norm", [*(f"{at}/{name}" for name in _AFTER_NORM["mlp"]), *inner])
         if self.config.scales_input_of(f"{at}/down"):
             yield from (self.kept(f"{block}/down") for block in (*blocks, *experts))
+        elif self.config.sub_norms:
+            yield from self.after_norm(f"{at}/sub_norm", [f"{at}/down"])
         elif self.config.activation != "clamped_swiglu":  # it adds 1 to up, and clips it
             yield from map(self.hidden, (*blocks, *experts))
 

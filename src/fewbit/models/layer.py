@@ -44,11 +44,19 @@ def queries_keys_values(
 
 
 def feed_forward(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig) -> Float[Array, "B T D"]:
-    """The gated feed-forward block of normed tokens: `down (act(gate y) * up y)`."""
+    """The gated feed-forward block of normed tokens: `down (act(gate y) * up y)`, with a norm before `down` if it has one."""
     names = JOINED["mlp"]
     gate, up = products(mlp, names, [mlp_width(mlp)] * 2, partial(linear, y))
     gate, up = plus_bias(gate, mlp, "gate"), plus_bias(up, mlp, "up")
-    return plus_bias(linear(changed_input(gated(gate, up, config), mlp, "down", config), mlp["down"]), mlp, "down")
+    hidden = sub_norm(gated(gate, up, config), mlp, config)
+    return plus_bias(linear(changed_input(hidden, mlp, "down", config), mlp["down"]), mlp, "down")
+
+
+def sub_norm(x: Float[Array, "B T K"], part: Params, config: DecoderConfig) -> Float[Array, "B T K"]:
+    """The input of the last projection of attention or the feed-forward block, with its norm if it has one."""
+    if not config.sub_norms:
+        return x
+    return rms_norm(x, part["sub_norm"], config)
 
 
 def changed_input(
@@ -80,6 +88,8 @@ def gated(gate: Array, up: Array, config: DecoderConfig) -> Array:
         limit = config.activation_limit
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    if config.activation == "relu2":
+        return jnp.square(jax.nn.relu(gate)) * up
     return jax.nn.silu(gate) * up
 
 

@@ -112,6 +112,8 @@ def _attention_shapes(config: DecoderConfig) -> Shapes:
         yield from ((f"attn/{name}_norm", (h if by_head else widths[name],)) for name in ("q", "k"))
     if config.sinks:
         yield "attn/sinks", (config.heads,)
+    if config.sub_norms:
+        yield "attn/sub_norm", (config.heads * config.value_dim,)
     yield "attn/o", (D, config.heads * config.value_dim)
     if config.o_bias:
         yield "attn/o_bias", (D,)
@@ -152,6 +154,8 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield from _block_shapes("mlp", D, F)
         if config.mlp_bias:
             yield from (("mlp/gate_bias", (F,)), ("mlp/up_bias", (F,)), ("mlp/down_bias", (D,)))
+    if config.sub_norms:
+        yield "mlp/sub_norm", (F,)
     if config.norms != "pre":
         yield "mlp/post_norm", (D,)
 

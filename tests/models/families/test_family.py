@@ -194,6 +194,97 @@ def test_deepseek_refuses(change: dict[str, Any], message: str):
         config_from_hf(settings)
 
 
+MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192,
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
+
+def test_the_configuration_that_minimax_published():
+    config = config_from_hf(MINIMAX_M2)
+    assert (config.rotary_dim, config.qk_norm, config.extra_layers) == (64, "projection", 3)
+    assert config.experts == Experts(256, 8, 1536, scores="sigmoid")
+    assert shapes(config)["layers/61/attn/q_norm"] == (6144,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_type_list": [0] * 62}, "attn_type_list = 0; supported is 1"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'; supported is 'per_layer'"),
+        ({"layernorm_full_attention_beta": 3.5}, r"layernorm_full_attention_beta = 3\.5; supported is 1\.0"),
+        ({"layernorm_mlp_beta": 3.5}, r"layernorm_mlp_beta = 3\.5; supported is 1\.0"),
+        ({"use_routing_bias": False}, "use_routing_bias = False; supported is True"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size = 64, which the decoder does not support"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_minimax_refuses(change: dict[str, Any], message: str):
+    with pytest.raises(UnsupportedError, match=message):
+        config_from_hf({**MINIMAX_M2, **change})
+
+
+def test_the_layers_of_exaone_by_their_pattern():
+    def layers(**change: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those with the window, and those without rotary embedding."""
+        said = {name: value for name, value in CASES["exaone4"][1].items() if name != "layer_types"}
+        config = config_from_hf({**said, "model_type": "exaone4", "num_hidden_layers": 6, **change})
+        return config.window_layers, config.nope_layers
+
+    assert layers(sliding_window_pattern="LLLG") == ((0, 1, 2, 4), (3, 5))  # the last one sees everything
+    assert layers(sliding_window_pattern=3) == ((0, 1, 3, 4), (2, 5))
+    assert layers() == ((0, 1, 2, 4, 5), (3,))
+    assert layers(sliding_window=None) == ((), ())
+    for pattern in ("", "LX", 0):
+        with pytest.raises(QuantError, match="expected a number of layers, or letters L and G"):
+            layers(sliding_window_pattern=pattern)
+
+
+def test_the_first_gemma_names_another_gelu_than_it_means():
+    form = {**CASES["gemma"][1], "model_type": "gemma"}
+    assert config_from_hf({**form, "hidden_act": "gelu"}) == config_from_hf(form)
+    with pytest.raises(UnsupportedError, match="hidden_act = 'silu'; supported is None or 'gelu' or"):
+        config_from_hf({**form, "hidden_act": "silu"})
+
+
+def test_layers_of_glm_flash_are_dense_first():
+    form = {**CASES["glm4_moe_lite"][1], "model_type": "glm4_moe_lite"}
+    config = config_from_hf({**form, "mlp_layer_types": ["dense", "dense", "sparse"]})
+    assert config.experts is not None and config.experts.layers == (2,)
+    with pytest.raises(UnsupportedError, match="mlp_layer_types"):
+        config_from_hf({**form, "mlp_layer_types": ["sparse", "dense", "sparse"]})
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_an_unknown_feature_is_refused_by_its_key(model_type: str):
     settings = {**CASES[model_type][1], "model_type": model_type}

@@ -20,7 +20,7 @@ from fewbit.workflows.methods.calibrated import calibrated_scales, calibrated_we
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.folding import scaled_inputs, scaled_model, with_scaling
 from fewbit.workflows.model import Model
-from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, UNTIED
+from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, SUB_NORMS, UNTIED
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.workflows.methods.test_calibrated import data_of, errors, model_of
 
@@ -31,6 +31,7 @@ CONFIGS = {
     "features": FEATURES,
     "others": OTHERS,
     "latent": LATENT,
+    "sub norms": SUB_NORMS,
 }
 
 

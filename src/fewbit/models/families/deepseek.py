@@ -9,11 +9,11 @@ import msgspec
 from ..._json import Count, Positive
 from ..config import DecoderConfig, Experts, LatentAttention
 from ..rope_scaling import Yarn, yarn_gain
-from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
-from .llama import expert_layout, expert_names
+from .experts import ROUTED_NAMES, Routed, routed_experts
+from .family import Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
-class _DeepSeek(Common, kw_only=True):
+class _DeepSeek(Routed, kw_only=True):
     attention_bias: bool = False
     rank: Positive = msgspec.field(name="kv_lora_rank")
     query_rank: Positive | None = msgspec.field(name="q_lora_rank", default=None)
@@ -21,15 +21,6 @@ class _DeepSeek(Common, kw_only=True):
     rotary_dim: Positive = msgspec.field(name="qk_rope_head_dim")
     value_dim: Positive = msgspec.field(name="v_head_dim")
     head_width: Positive | None = msgspec.field(name="qk_head_dim", default=None)
-    experts: Positive = msgspec.field(name="n_routed_experts")
-    active: Positive = msgspec.field(name="num_experts_per_tok")
-    expert_hidden: Positive = msgspec.field(name="moe_intermediate_size")
-    shared: Count | None = msgspec.field(name="n_shared_experts", default=None)
-    groups: Positive | None = msgspec.field(name="n_group", default=None)
-    active_groups: Positive | None = msgspec.field(name="topk_group", default=None)
-    scale: Number = msgspec.field(name="routed_scaling_factor", default=1.0)
-    normalized: bool = msgspec.field(name="norm_topk_prob", default=False)
-    dense: Count = msgspec.field(name="first_k_dense_replace", default=0)
     step: Positive = msgspec.field(name="moe_layer_freq", default=1)
     scores: str | None = msgspec.field(name="scoring_func", default=None)
     method: str | None = msgspec.field(name="topk_method", default=None)
@@ -38,7 +29,9 @@ class _DeepSeek(Common, kw_only=True):
     seq_aux: bool = True
 
 
-class _DeepSeekV3(_DeepSeek, kw_only=True):
+class DeepSeekV3(_DeepSeek, kw_only=True):
+    """The schema of DeepSeek-V3, and of the families with its latent attention."""
+
     query_rank: Positive | None = msgspec.field(name="q_lora_rank", default=1536)
     normalized: bool = msgspec.field(name="norm_topk_prob", default=True)
     scale: Number = msgspec.field(name="routed_scaling_factor", default=2.5)
@@ -54,21 +47,32 @@ def _deepseek_v2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
     refuse_unless(found.normalized, (False,), "norm_topk_prob")
     if found.method != "group_limited_greedy":
         found.groups, found.active_groups = None, None
-    return _config(found, _experts(found, names), rope="interleaved")
+    return _config(found, routed_experts(found, names), rope="interleaved")
 
 
 def _deepseek_v3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    found = read_config(obj, _DeepSeekV3, names)
+    return latent_config(read_config(obj, DeepSeekV3, names), names)
+
+
+def latent_config(found: DeepSeekV3, names: Collection[str]) -> DecoderConfig:
+    """The configuration of a model with the attention and the experts of DeepSeek-V3.
+
+    Args:
+        found: the fields of config.json.
+        names: the names of the checkpoint's tensors.
+    """
     refuse_unless(found.scores, (None, "sigmoid"), "scoring_func")
     refuse_unless(found.method, (None, "noaux_tc"), "topk_method")
     rope = "interleaved" if found.interleaved else "half"
-    return _config(found, _experts(found, names, scores="sigmoid"), rope=rope, extra_layers=found.extra_layers)
+    experts = routed_experts(found, names, scores="sigmoid")
+    return _config(found, experts, rope=rope, extra_layers=found.extra_layers)
 
 
 def _config(found: _DeepSeek, experts: Experts | None, **settings: Any) -> DecoderConfig:
     """The configuration; YaRN's `mscale_all_dim` scales attention."""
     head_dim = found.plain_dim + found.rotary_dim
     rope = found.rope_scaling or found.rope_parameters or {}
+    refuse_unless(found.step, (1,), "moe_layer_freq")
     refuse_unless(found.head_width, (None, head_dim), "qk_head_dim")
     refuse_unless(found.partial_rotary, (None, 1.0), "partial_rotary_factor")
     refuse_unless(rope.get("partial_rotary_factor"), (None, 1.0), "partial_rotary_factor")
@@ -89,31 +93,7 @@ def _config(found: _DeepSeek, experts: Experts | None, **settings: Any) -> Decod
     return dataclasses.replace(config, attention_scale=head_dim**-0.5 * gain**2)
 
 
-def _experts(found: _DeepSeek, names: Collection[str], **settings: Any) -> Experts | None:
-    """The mixture of experts; None if every layer is dense."""
-    refuse_unless(found.step, (1,), "moe_layer_freq")
-    layers = tuple(range(found.dense, found.layers))
-    if not layers:
-        return None
-    if len(layers) == found.layers:
-        layers = ()
-    return Experts(
-        found.experts,
-        found.active,
-        found.expert_hidden,
-        normalized=found.normalized,
-        layers=layers,
-        groups=found.groups or 1,
-        active_groups=found.active_groups or 1,
-        scale=found.scale,
-        shared_hidden=(found.shared or 0) * found.expert_hidden,
-        shared_gate=False,
-        layout=expert_layout(names),
-        **settings,
-    )
-
-
-_NAMES = {
+LATENT_NAMES = {
     "attn/q_a": "self_attn.q_a_proj.weight",
     "attn/q_a_bias": "self_attn.q_a_proj.bias",
     "attn/q_a_norm": "self_attn.q_a_layernorm.weight",
@@ -122,9 +102,9 @@ _NAMES = {
     "attn/kv_a_bias": "self_attn.kv_a_proj_with_mqa.bias",
     "attn/kv_a_norm": "self_attn.kv_a_layernorm.weight",
     "attn/kv_b": "self_attn.kv_b_proj.weight",
-    "mlp/router_correction_bias": "mlp.gate.e_score_correction_bias",
-    **expert_names("shared_experts"),
+    **ROUTED_NAMES,
 }
+"""The names of latent attention and of the experts."""
 
 _GGUF = gguf_table(
     {
@@ -135,6 +115,6 @@ _GGUF = gguf_table(
 )
 
 FAMILIES = (
-    Family("deepseek_v2", "DeepSeek-V2", _deepseek_v2, hf_table(_NAMES), "deepseek2", _GGUF),
-    Family("deepseek_v3", "DeepSeek-V3", _deepseek_v3, hf_table(_NAMES), "deepseek2", _GGUF),
+    Family("deepseek_v2", "DeepSeek-V2", _deepseek_v2, hf_table(LATENT_NAMES), "deepseek2", _GGUF),
+    Family("deepseek_v3", "DeepSeek-V3", _deepseek_v3, hf_table(LATENT_NAMES), "deepseek2", _GGUF),
 )

@@ -225,13 +225,32 @@ def decoder_config(found: Common, *, theta: float = 10_000.0, rotates_part: bool
     return DecoderConfig(**{**fields, **settings})
 
 
+def rope_by_kind(found: Common, *, theta: float, window_theta: float) -> dict[str, Any]:
+    """The fields of rotary embedding where layers with a window have another one, which is not scaled.
+
+    Args:
+        found: the fields of config.json. Its `rope_parameters` may be two objects, "full_attention" and "sliding_attention".
+        theta: the base in layers without a window, if the objects have none.
+        window_theta: the base in layers with one, likewise.
+    """
+    given = found.rope_parameters or {}
+    full, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+    if given and not (full or local):
+        full = given
+    refuse_unless(local.get("rope_type", "default"), ("default",), "rope_parameters.sliding_attention.rope_type")
+    plain = {"rope_theta": theta, "partial_rotary_factor": 1.0}
+    head_dim = found.head_dim or found.width // found.heads
+    fields = rope_fields({**full, **(found.rope_scaling or {})}, plain, head_dim=head_dim, context=found.context)
+    return {**fields, "window_rope_theta": local.get("rope_theta") or window_theta}
+
+
 def activation(name: str, key: str) -> str:
     """Our name of an activation of Hugging Face."""
     refuse_unless(name, tuple(_ACTIVATIONS), key)
     return _ACTIVATIONS[name]
 
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
 
 def window_fields(layer_types: Sequence[str], window: int | None) -> dict[str, Any]:
@@ -269,6 +288,7 @@ _NO_ARCHITECTURE = frozenset(
         "attention_dropout",
         "hidden_dropout",
         "resid_pdrop",
+        "residual_dropout",
         "embd_pdrop",
         "output_router_logits",
         "router_aux_loss_coef",

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral, Mixtral."""
+"""Llama 2 and 3, Mistral, Ministral, Mixtral."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, Positive
-from ..config import DecoderConfig, ExpertLayout, Experts
-from .family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config
+from ..config import DecoderConfig, Experts
+from .experts import MIXTRAL_NAMES
+from .family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, window_fields
 
 
 class _Llama(Common, kw_only=True):
@@ -38,43 +39,21 @@ def _mistral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     return decoder_config(found, window=found.window or 0)
 
 
+def _ministral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _Mistral, names)
+    of_layers = ["sliding_attention" if found.window else "full_attention"] * found.layers
+    return decoder_config(found, **window_fields(found.layer_types or of_layers, found.window))
+
+
 def _mixtral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Mixtral, names)
     experts = Experts(found.experts, found.active, found.hidden)
     return decoder_config(found, theta=1_000_000.0, window=found.window or 0, experts=experts)
 
 
-def expert_layout(names: Collection[str]) -> ExpertLayout:
-    """The layout of experts, by the tensors' names. They are separate matrices, or one stack as in transformers' modules."""
-    if any(name.endswith("mlp.experts.gate_up_proj") for name in names):
-        return "joined"
-    return "separate"
-
-
-def expert_names(shared: str) -> dict[str, str]:
-    """The names of a router, its experts and the shared expert.
-
-    Experts are separate matrices or stacks. The shared expert is a module called `shared`.
-    """
-    projections = ("gate", "up", "down")
-    return {
-        "mlp/router": "mlp.gate.weight",
-        **{f"mlp/experts/{{}}/{name}": f"mlp.experts.{{}}.{name}_proj.weight" for name in projections},
-        "mlp/experts/gate+up": "mlp.experts.gate_up_proj",
-        "mlp/experts/down": "mlp.experts.down_proj",
-        **{f"mlp/shared/{name}": f"mlp.{shared}.{name}_proj.weight" for name in projections},
-    }
-
-
-_MIXTRAL = {
-    "mlp/router": "block_sparse_moe.gate.weight",
-    "mlp/experts/{}/gate": "block_sparse_moe.experts.{}.w1.weight",
-    "mlp/experts/{}/up": "block_sparse_moe.experts.{}.w3.weight",
-    "mlp/experts/{}/down": "block_sparse_moe.experts.{}.w2.weight",
-}
-
 FAMILIES = (
     Family("llama", "Llama 2, 3", _llama, gguf="llama", permutes=True),
     Family("mistral", "Mistral", _mistral, gguf="llama", permutes=True),
-    Family("mixtral", "Mixtral", _mixtral, hf_table(_MIXTRAL), gguf="llama", permutes=True),
+    Family("ministral", "Ministral", _ministral),
+    Family("mixtral", "Mixtral", _mixtral, hf_table(MIXTRAL_NAMES), gguf="llama", permutes=True),
 )

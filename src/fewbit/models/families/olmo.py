@@ -1,12 +1,14 @@
-"""OLMo 2: norms on the outputs of blocks and on whole projections."""
+"""OLMo 2, OLMo 3 and OLMoE: norms on the outputs of blocks, or on whole projections of q and k."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
-from ..config import DecoderConfig
-from .family import Common, Family, Number, decoder_config, hf_table, read_config
+from ..._json import Count, Positive
+from ..config import DecoderConfig, Experts
+from .experts import expert_layout, expert_names
+from .family import Common, Family, Number, decoder_config, hf_table, read_config, rope_by_kind, window_fields
 
 
 class _Olmo2(Common, kw_only=True):
@@ -14,15 +16,51 @@ class _Olmo2(Common, kw_only=True):
     attention_bias: bool = False
 
 
+class _Olmo3(_Olmo2, kw_only=True):
+    window: Count | None = msgspec.field(name="sliding_window", default=4096)
+    layer_types: list[str] | None = None
+
+
+class _Olmoe(_Olmo2, kw_only=True):
+    experts: Positive = msgspec.field(name="num_experts", default=64)
+    active: Positive = msgspec.field(name="num_experts_per_tok", default=8)
+    normalized: bool = msgspec.field(name="norm_topk_prob", default=False)
+
+
 def _olmo2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Olmo2, names)
-    bias = found.attention_bias
-    return decoder_config(found, norms="post", qk_norm="projection", qkv_bias=bias, o_bias=bias)
+    return decoder_config(found, norms="post", **_shared_fields(found))
 
 
-_NORMS = {
+def _olmo3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _Olmo3, names)
+    kinds = ("full_attention", "sliding_attention")
+    windows = window_fields(found.layer_types or [kinds[(i + 1) % 4 != 0] for i in range(found.layers)], found.window)
+    theta = found.rope_theta or 500_000.0
+    return decoder_config(
+        found, norms="post", **_shared_fields(found), **windows, **rope_by_kind(found, theta=theta, window_theta=theta)
+    )
+
+
+def _olmoe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _Olmoe, names)
+    experts = Experts(found.experts, found.active, found.hidden, normalized=found.normalized, layout=expert_layout(names))
+    return decoder_config(found, **_shared_fields(found), experts=experts)
+
+
+def _shared_fields(found: _Olmo2) -> dict[str, Any]:
+    """The fields of the norms of q and k, and of biases."""
+    return {"qk_norm": "projection", "qkv_bias": found.attention_bias, "o_bias": found.attention_bias}
+
+
+OUTPUT_NORMS = {
     "attn/post_norm": "post_attention_layernorm.weight",
     "mlp/post_norm": "post_feedforward_layernorm.weight",
 }
+"""The names of norms on the outputs of blocks."""
 
-FAMILIES = (Family("olmo2", "OLMo 2", _olmo2, hf_table(_NORMS), gguf="olmo2"),)
+FAMILIES = (
+    Family("olmo2", "OLMo 2", _olmo2, hf_table(OUTPUT_NORMS), gguf="olmo2"),
+    Family("olmo3", "OLMo 3", _olmo3, hf_table(OUTPUT_NORMS), gguf="olmo2"),
+    Family("olmoe", "OLMoE", _olmoe, hf_table(expert_names("shared_expert"))),
+)

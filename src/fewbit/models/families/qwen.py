@@ -8,8 +8,8 @@ import msgspec
 from ..._json import Count, Positive
 from ...errors import QuantError
 from ..config import DecoderConfig, Experts
+from .experts import expert_layout, expert_names
 from .family import Family, Windowed, decoder_config, hf_table, read_config, window_fields
-from .llama import expert_layout, expert_names
 
 
 class _Qwen2(Windowed, kw_only=True):

@@ -1,0 +1,133 @@
+"""GLM-4.5 to 4.7, dots.llm1 and MiniMax-M2: DeepSeek-V3's router over grouped-query attention, or over latent attention."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from ..._json import Count, Positive
+from ..config import DecoderConfig, Experts
+from .deepseek import LATENT_NAMES, DeepSeekV3, latent_config
+from .experts import MIXTRAL_NAMES, ROUTED_NAMES, Routed, routed_experts
+from .family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless, window_fields
+
+
+class _Glm(Routed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    partial_rotary: Number | None = msgspec.field(name="partial_rotary_factor", default=0.5)
+    normalized: bool = msgspec.field(name="norm_topk_prob", default=True)
+    dense: Count = msgspec.field(name="first_k_dense_replace", default=1)
+    attention_bias: bool = False
+    qk_norm: bool = msgspec.field(name="use_qk_norm", default=False)
+    extra_layers: Count = msgspec.field(name="num_nextn_predict_layers", default=0)
+
+
+class _GlmLite(DeepSeekV3, kw_only=True):
+    query_rank: Positive | None = msgspec.field(name="q_lora_rank", default=768)
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    scale: Number = msgspec.field(name="routed_scaling_factor", default=1.8)
+    dense: Count = msgspec.field(name="first_k_dense_replace", default=1)
+    kinds: list[str] | None = msgspec.field(name="mlp_layer_types", default=None)
+
+
+class _Dots(Routed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=32)
+    window: Count | None = msgspec.field(name="sliding_window", default=4096)
+    layer_types: list[str] | None = None
+    max_window_layers: Count = 62
+    attention_bias: bool = False
+    scores: str | None = msgspec.field(name="scoring_func", default=None)
+    step: Positive = msgspec.field(name="moe_layer_freq", default=1)
+
+
+class _MiniMax(Common, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
+    head_dim: Positive | None = 128
+    experts: Positive = msgspec.field(name="num_local_experts", default=256)
+    active: Positive = msgspec.field(name="num_experts_per_tok", default=8)
+    rotary_dim: Positive | None = None
+    scores: str = msgspec.field(name="scoring_func", default="sigmoid")
+    kinds: list[int] = msgspec.field(name="attn_type_list", default_factory=list)
+    has_norms: bool = msgspec.field(name="use_qk_norm", default=True)
+    norms: str = msgspec.field(name="qk_norm_type", default="per_layer")
+    has_corrections: bool = msgspec.field(name="use_routing_bias", default=True)
+    full_beta: Number = msgspec.field(name="layernorm_full_attention_beta", default=1.0)
+    linear_beta: Number = msgspec.field(name="layernorm_linear_attention_beta", default=1.0)
+    mlp_beta: Number = msgspec.field(name="layernorm_mlp_beta", default=1.0)
+    shared_moe_mode: str | None = None  # of a shared expert and of dense layers, which it does not have
+    mlp_intermediate_size: int | None = None
+    use_mtp: bool = False
+    modules: Count = msgspec.field(name="num_mtp_modules", default=0)
+    module_layers: Count = msgspec.field(name="mtp_transformer_layers", default=1)
+
+
+def _glm(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _Glm, names)
+    return decoder_config(
+        found,
+        rotates_part=True,
+        qkv_bias=found.attention_bias,
+        qk_norm="head" if found.qk_norm else "none",
+        experts=routed_experts(found, names, scores="sigmoid"),
+        extra_layers=found.extra_layers,
+    )
+
+
+def _glm_lite(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _GlmLite, names)
+    if found.kinds is not None:
+        found.dense = found.kinds.count("dense")
+        of_layers = ["dense"] * found.dense + ["sparse"] * (found.layers - found.dense)
+        refuse_unless(found.kinds, (of_layers,), "mlp_layer_types")
+    return latent_config(found, names)
+
+
+def _dots(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _Dots, names)
+    refuse_unless(found.scores, (None, "noaux_tc", "sigmoid"), "scoring_func")
+    refuse_unless(found.step, (1,), "moe_layer_freq")
+    full = found.max_window_layers if found.window else found.layers
+    of_layers = ["full_attention" if i < full else "sliding_attention" for i in range(found.layers)]
+    return decoder_config(
+        found,
+        qkv_bias=found.attention_bias,
+        o_bias=found.attention_bias,
+        qk_norm="head",
+        experts=routed_experts(found, names, scores="sigmoid"),
+        **window_fields(found.layer_types or of_layers, found.window),
+    )
+
+
+def _minimax(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _MiniMax, names)
+    refuse_unless(found.scores, ("sigmoid",), "scoring_func")
+    refuse_unless(found.has_norms, (True,), "use_qk_norm")
+    refuse_unless(found.norms, ("per_layer",), "qk_norm_type")
+    refuse_unless(found.has_corrections, (True,), "use_routing_bias")
+    for kind in found.kinds:
+        refuse_unless(kind, (1,), "attn_type_list")
+    for name in ("full", "linear", "mlp"):
+        refuse_unless(
+            getattr(found, f"{name}_beta"), (1.0,), f"layernorm_{name}{'' if name == 'mlp' else '_attention'}_beta"
+        )
+    if found.rotary_dim and found.head_dim:
+        found.partial_rotary = found.rotary_dim / found.head_dim
+    return decoder_config(
+        found,
+        theta=5_000_000.0,
+        rotates_part=True,
+        qk_norm="projection",
+        experts=Experts(found.experts, found.active, found.hidden, scores="sigmoid"),
+        extra_layers=found.modules * found.module_layers if found.use_mtp else 0,
+    )
+
+
+_MINIMAX_NAMES = {**MIXTRAL_NAMES, "mlp/router_correction_bias": "block_sparse_moe.e_score_correction_bias"}
+
+FAMILIES = (
+    Family("glm4_moe", "GLM-4.5, 4.6", _glm, hf_table(ROUTED_NAMES)),
+    Family("glm4_moe_lite", "GLM-4.7-Flash", _glm_lite, hf_table(LATENT_NAMES)),
+    Family("dots1", "dots.llm1", _dots, hf_table(ROUTED_NAMES)),
+    Family("minimax_m2", "MiniMax-M2", _minimax, hf_table(_MINIMAX_NAMES)),
+)
