@@ -56,6 +56,18 @@ _DEEPSEEK: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 
+_ROUTED: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.0,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -94,6 +106,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": _LONG, "original_max_position_embeddings": 256, "max_position_embeddings": 1024},
     ),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 8}),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
+    "seed-oss": ("seed_oss", {"head_dim": 32}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA3_ROPE}),
+    "exaone4-64": ("exaone4", {"sliding_window": 8, "num_hidden_layers": 64, "hidden_size": 32, "intermediate_size": 32}),
+    "ernie4-5": ("ernie4_5", {"head_dim": 32}),
+    "glm4-moe": ("glm4_moe", {**_ROUTED, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
+    "glm4-moe-plain": ("glm4_moe", {**_ROUTED, "head_dim": 32, "norm_topk_prob": False}),
+    "dots1": (
+        "dots1",
+        {**_ROUTED, "num_key_value_heads": 4, "head_dim": 32, "norm_topk_prob": True, "sliding_window": None},
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "granite-moe": (
+        "granitemoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "granite": (
         "granite",

@@ -52,6 +52,10 @@ def test_fields_of_other_families():
     assert found["gemma3"]["gemma3.rope.freq_base_swa"] == 1e4
     assert found["gemma3"]["gemma3.rope.freq_base"] == 1e6
     assert found["granite"]["granite.logit_scale"] == 4.0
+    assert found["olmo3"]["olmo2.attention.sliding_window_pattern"] == [True, True, True, False, True]
+    assert found["exaone4-64"]["exaone4.attention.sliding_window_pattern"] == [True, True, True, False] * 16
+    assert found["glm4-moe"]["glm4moe.rope.dimension_count"] == found["minimax-m2"]["minimax-m2.rope.dimension_count"] == 16
+    assert found["dots1"]["dots1.expert_gating_func"] == 2 and found["dots1"]["dots1.expert_weights_norm"]
     assert found["gpt-oss"]["gpt-oss.attention.sliding_window"] == 8
     assert found["llama-yarn"]["llama.rope.scaling.original_context_length"] == 64
     assert found["phi3-long"]["phi3.rope.scaling.attn_factor"] == math.sqrt(1 + math.log(4) / math.log(256))
@@ -172,6 +176,19 @@ def test_the_attention_factor_of_longrope_is_that_of_transformers(given):
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, "rotates all but every fourth layer"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}, "no_rope_layer_interval is 3"),
         ("gemma3", {"layer_types": None, "sliding_window_pattern": 3}, "every 6th layer of gemma3"),
+        (
+            "exaone4",
+            {"sliding_window": 8},
+            "where, and only where, there are 64 layers; config.json has 2 and sliding_window 8",
+        ),
+        ("exaone4-64", {"sliding_window": None}, "where, and only where, there are 64 layers"),
+        ("olmoe", {"num_key_value_heads": 2}, "llama.cpp runs olmoe only with as many heads of keys as of queries"),
+        ("dots1", {"num_key_value_heads": 2}, "llama.cpp runs dots1 only with as many heads of keys as of queries"),
+        ("dots1", {"sliding_window": 8}, "only with sliding_window None"),
+        ("glm4-moe", {"n_shared_experts": 0}, "only with shared experts"),
+        ("glm4-moe", {"n_group": 2}, "only with n_group 1"),
+        ("minimax-m2", {"use_routing_bias": False}, "only with use_routing_bias True"),
+        ("olmo3", {"tie_word_embeddings": True}, "only with tie_word_embeddings False"),
         ("gpt-oss", {"swiglu_limit": 5.0}, "only with swiglu_limit 7.0"),
         (
             "llama",

@@ -233,7 +233,7 @@ MINIMAX_M2 = {
 def test_the_configuration_that_minimax_published():
     config = config_from_hf(MINIMAX_M2)
     assert (config.rotary_dim, config.qk_norm, config.extra_layers) == (64, "projection", 3)
-    assert config.experts == Experts(256, 8, 1536, scores="sigmoid")
+    assert config.experts == Experts(256, 8, 1536, scores="sigmoid", shared_gate=False)
     assert shapes(config)["layers/61/attn/q_norm"] == (6144,)
 
 

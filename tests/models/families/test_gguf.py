@@ -200,6 +200,9 @@ CHANGED: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "dots1": {"sliding_window": None},
+    "exaone4": {"sliding_window": None},
+    "glm4_moe_lite": {"rms_norm_eps": 1e-6},
     "deepseek_v2": {"rms_norm_eps": 1e-6},
     "deepseek_v3": {"rms_norm_eps": 1e-6, "attention_bias": False, "num_nextn_predict_layers": 0},
 }
@@ -235,6 +238,11 @@ def as_gguf(
         of_experts = {"count": "expert_count", "active": "expert_used_count", "hidden": "expert_feed_forward_length"}
         for name, key in {**of_experts, "shared_hidden": "expert_shared_feed_forward_length"}.items():
             fields[f"{family.gguf}.{key}"] = getattr(config.experts, name)
+    if family.gguf == "olmo2" and config.window:
+        pattern = [layer in config.window_layers for layer in range(config.layers)]
+        fields["olmo2.attention.sliding_window_pattern"] = pattern
+    if family.gguf in ("deepseek2", "glm4moe", "dots1", "minimax-m2"):
+        fields |= {f"{family.gguf}.{key}": value for key, value in routed_fields(config).items()}
     if config.latent is not None:
         fields |= {f"deepseek2.{key}": value for key, value in latent_fields(config, split=split).items()}
     if config.rope_scaling is not None:
@@ -244,21 +252,29 @@ def as_gguf(
     return fields, named
 
 
-def latent_fields(config: DecoderConfig, *, split: bool) -> dict[str, Any]:
-    """The fields of DeepSeek."""
-    latent, experts = config.latent, config.experts
-    assert latent is not None and experts is not None
-    fields = {
-        "attention.kv_lora_rank": latent.rank,
-        "attention.q_lora_rank": latent.query_rank,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": latent.value_dim,
+def routed_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of DeepSeek's experts, and of those after them."""
+    experts = config.experts
+    assert experts is not None
+    return {
         "expert_shared_count": experts.shared_hidden // experts.hidden,
         "expert_weights_scale": experts.scale,
         "expert_weights_norm": experts.normalized,
         "expert_gating_func": 1 + (experts.scores == "sigmoid"),
         "expert_group_count": experts.groups,
         "expert_group_used_count": experts.active_groups,
+    }
+
+
+def latent_fields(config: DecoderConfig, *, split: bool) -> dict[str, Any]:
+    """The fields of latent attention."""
+    latent = config.latent
+    assert latent is not None
+    fields = {
+        "attention.kv_lora_rank": latent.rank,
+        "attention.q_lora_rank": latent.query_rank,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": latent.value_dim,
     }
     if not split:
         return fields
@@ -286,6 +302,8 @@ def with_parts(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
 
 def with_stacks(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
     """The arrays with experts stacked, one stack for the gates and one for the up projections."""
+    assert config.experts is not None
+    is_joined = config.experts.layout == "joined"  # [E, 2 F, D], all gates first
     found: dict[str, Any] = {}
     for path, array in arrays.items():
         head, _, name = path.partition("/experts/")
@@ -294,9 +312,10 @@ def with_stacks(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]
         elif name[0].isdigit():
             found.setdefault(f"{head}/experts/{name.split('/')[1]}", []).append(array)
         else:  # interleaved, [E, in, out]
-            array = array.swapaxes(1, 2) if array.ndim == 3 else array
+            array = array.swapaxes(1, 2) if array.ndim == 3 and not is_joined else array
             for i, part in enumerate(("gate", "up") if name.startswith("gate+up") else ()):
-                found[f"{head}/experts/{name.replace('gate+up', part)}"] = array[:, i::2]
+                rows = jnp.split(array, 2, axis=1)[i] if is_joined else array[:, i::2]
+                found[f"{head}/experts/{name.replace('gate+up', part)}"] = rows
             if name.startswith("down"):
                 found[path] = array
     return {path: jnp.stack(array) if isinstance(array, list) else array for path, array in found.items()}
@@ -392,7 +411,7 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf)
     names = gguf.get_tensor_name_map(number, config.layers)
     for path in shapes(config):
-        if "/experts/" in path and family.gguf != "gpt-oss":
+        if "/experts/" in path and family.gguf not in ("gpt-oss", "granitemoe"):
             layer, part = path.split("/")[1], path.rsplit("/", 1)[1]
             theirs = names.get_name(f"model.layers.{layer}.mlp.experts.{part}_proj")
             ours = family.gguf_table.name(f"layers/{layer}/mlp/experts/{part}")

@@ -48,6 +48,7 @@ class Architecture:
         has_tensor_scales: whether llama.cpp applies the tensor scales of NVFP4 in all its products.
         has_rope_factors: whether it reads the factors of "llama3" rope scaling.
         window_pattern: n: every n-th layer has full attention, as llama.cpp has it built in; 0: it reads no windows.
+        stores_windows: whether it reads which layers have a window; `window_pattern` is then what config.json may omit.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -61,6 +62,7 @@ class Architecture:
     has_tensor_scales: bool = False
     has_rope_factors: bool = False
     window_pattern: int = 0
+    stores_windows: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     large_layers: int | None = None
@@ -79,16 +81,19 @@ _GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
 }
 
+_ROUTED = (
+    *_EXPERTS,
+    _EXPERT_WIDTH,
+    ("leading_dense_block_count", int, ("first_k_dense_replace",)),
+    ("expert_shared_count", int, ("n_shared_experts",)),
+    ("expert_weights_scale", float, ("routed_scaling_factor",)),
+)
+_NO_GROUPS = {"n_group": (1, None), "topk_group": (1, None)}
+_UNTIED = {"tie_word_embeddings": (False,)}
+
 _DEEPSEEK = Architecture(
     "deepseek2",
-    (
-        *_EXPERTS,
-        _EXPERT_WIDTH,
-        ("leading_dense_block_count", int, ("first_k_dense_replace",)),
-        ("expert_shared_count", int, ("n_shared_experts",)),
-        ("expert_weights_scale", float, ("routed_scaling_factor",)),
-        ("attention.kv_lora_rank", int, ("kv_lora_rank",)),
-    ),
+    (*_ROUTED, ("attention.kv_lora_rank", int, ("kv_lora_rank",))),
     # The norms of the latents have this epsilon in transformers, and that of all norms in llama.cpp.
     assumed={**_SILU, "rms_norm_eps": (1e-6,), "attention_bias": (False,), "moe_layer_freq": (1, None)},
 )
@@ -100,6 +105,19 @@ _LLAMA = Architecture(
     has_tensor_scales=True,
     has_rope_factors=True,
     defaults={"rms_norm_eps": 1e-6},
+    assumed=_SILU,
+)
+
+_GRANITE = Architecture(
+    "granite",
+    (
+        ("attention.scale", float, ("attention_multiplier",)),
+        ("embedding_scale", float, ("embedding_multiplier",)),
+        ("residual_scale", float, ("residual_multiplier",)),
+        ("logit_scale", float, ("logits_scaling",)),
+    ),
+    is_permuted=True,
+    defaults=dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
     assumed=_SILU,
 )
 
@@ -135,6 +153,18 @@ ARCHITECTURES = {
         has_tensor_scales=True,
         defaults={"norm_topk_prob": False},
         assumed={**_SILU, **_NO_WINDOW, **_EVERY_LAYER, "norm_topk_prob": (True,)},
+    ),
+    "gemma": Architecture(
+        "gemma",
+        norm_offset=1.0,
+        defaults={"num_key_value_heads": 16, "head_dim": 256, "rms_norm_eps": 1e-6, **_TIED},
+        assumed={
+            "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+            "hidden_activation": ("gelu_pytorch_tanh", None),
+            "attention_bias": (False,),
+            "tie_word_embeddings": (True,),
+            "use_bidirectional_attention": (False, None),
+        },
     ),
     "gemma2": Architecture(
         "gemma2",
@@ -174,7 +204,92 @@ ARCHITECTURES = {
         large_layers=62,
     ),
     "phi3": Architecture("phi3", (), defaults={"original_max_position_embeddings": 4096}, assumed=_SILU),
-    "olmo2": Architecture("olmo2", (), assumed={**_SILU, "attention_bias": (False,)}),
+    "olmo2": Architecture("olmo2", (), assumed={**_SILU, **_UNTIED, "attention_bias": (False,)}),
+    "olmo3": Architecture(
+        "olmo2",
+        (_WINDOW,),
+        window_pattern=4,
+        stores_windows=True,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
+        assumed={**_SILU, **_UNTIED, "attention_bias": (False,)},
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        _EXPERTS,
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        assumed={**_SILU, **_UNTIED, "attention_bias": (False,), "norm_topk_prob": (False,), "clip_qkv": (None,)},
+    ),
+    "seed_oss": Architecture(
+        "seed_oss",
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6},
+        assumed={**_SILU, "attention_out_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "exaone4": Architecture(
+        "exaone4",
+        (*_HEAD, _WINDOW),
+        window_pattern=4,
+        stores_windows=True,
+        has_rope_factors=True,
+        defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        assumed=_SILU,
+    ),
+    "ernie4_5": Architecture(
+        "ernie4_5",
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5, **_TIED},
+        assumed={**_SILU, "use_bias": (False,)},
+    ),
+    "glm4_moe": Architecture(
+        "glm4moe",
+        (*_HEAD, *_ROUTED),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        },
+        assumed={**_SILU, **_NO_GROUPS},
+    ),
+    "dots1": Architecture(
+        "dots1",
+        (*_HEAD, *_ROUTED),
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-6,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": False,
+        },
+        assumed={
+            **_SILU,
+            **_UNTIED,
+            **_NO_GROUPS,
+            "attention_bias": (False,),
+            "sliding_window": (None,),
+            "moe_layer_freq": (1,),
+        },
+    ),
+    "minimax_m2": Architecture(
+        "minimax-m2",
+        (*_HEAD, *_EXPERTS, ("expert_feed_forward_length", int, ("intermediate_size",))),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 5e6,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        assumed={
+            **_SILU,
+            **_UNTIED,
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+        },
+    ),
     "smollm3": Architecture(
         "smollm3",
         is_permuted=True,
@@ -182,19 +297,12 @@ ARCHITECTURES = {
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4, **_TIED},
         assumed={**_SILU, **_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)},
     ),
-    "granite": Architecture(
-        "granite",
-        (
-            ("attention.scale", float, ("attention_multiplier",)),
-            ("embedding_scale", float, ("embedding_multiplier",)),
-            ("residual_scale", float, ("residual_multiplier",)),
-            ("logit_scale", float, ("logits_scaling",)),
-        ),
-        is_permuted=True,
-        defaults=dict.fromkeys(
-            ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-        ),
-        assumed=_SILU,
+    "granite": _GRANITE,
+    "granitemoe": dataclasses.replace(
+        _GRANITE,
+        name="granitemoe",
+        fields=(*_GRANITE.fields, *_EXPERTS),
+        defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     "gpt_oss": Architecture(
         "gpt-oss",

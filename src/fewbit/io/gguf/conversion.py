@@ -21,7 +21,11 @@ from .architectures import ARCHITECTURES, Architecture
 from .stored import Stored, stacked, stored
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias|\.weight)?")
+_EXPERTS = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp\.experts\.(?=gate_up|down)|block_sparse_moe\.(?=input_|output_))"
+    r"(gate_up_proj|down_proj|input_linear|output_linear)(_bias|\.weight)?"
+)
+_DOWN = ("down_proj", "output_linear")
 _PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _HEAD = "lm_head.weight"
@@ -73,7 +77,7 @@ class Conversion:
             return (self._expert_target(name, *found.groups()),)
         if found := _EXPERTS.fullmatch(name):
             layer, part, suffix = found.groups()
-            kinds = ("down",) if part == "down_proj" else ("gate", "up")
+            kinds = ("down",) if part in _DOWN else ("gate", "up")
             return tuple(f"blk.{layer}.ffn_{kind}_exps.{'bias' if suffix == '_bias' else 'weight'}" for kind in kinds)
         return (self._name(name),)
 
@@ -206,7 +210,7 @@ class Conversion:
 
     def _separated(self, part: str, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The rows `[E, out, ...]` of gate and up, or of down."""
-        if part == "down_proj":
+        if part in _DOWN:
             return {"down": rows}
         if self.architecture.has_interleaved_experts:
             return {"gate": rows[:, 0::2], "up": rows[:, 1::2]}

@@ -13,7 +13,9 @@ import numpy as np
 from ...errors import QuantError
 from .header import TensorEntry
 
-Field: TypeAlias = bool | int | float | str | bytes | np.generic | Sequence[int] | Sequence[float] | Sequence[str]
+Field: TypeAlias = (
+    bool | int | float | str | bytes | np.generic | Sequence[bool] | Sequence[int] | Sequence[float] | Sequence[str]
+)
 """A metadata value. `bytes` are a type and a value that are encoded already, as `Header.encoded` has them."""
 
 _TYPES = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12}

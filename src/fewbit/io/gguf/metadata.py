@@ -15,6 +15,15 @@ from .fields import Field
 from .stored import Stored, stored
 
 _LARGEST_HEAD = 65536
+_EXAONE_WITH_WINDOWS = 64
+_SIGMOID = ("glm4moe", "dots1", "minimax-m2")
+"""The architectures whose files say that routers have sigmoid scores."""
+_NORMALIZED = ("glm4moe", "dots1")
+"""The architectures whose files say whether the weights of the active experts are divided by their sum."""
+_ALL_HEADS = ("olmoe", "dots1")
+"""The architectures without grouped queries."""
+_PARTLY_ROTATED = ("phi3", "glm4moe", "minimax-m2")
+"""The architectures where a part of each head may rotate."""
 _NO_ROPE_STEP = 4  # SmolLM3: llama.cpp rotates all but every fourth layer
 
 
@@ -63,12 +72,27 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
     if architecture.name == "deepseek2":
         said["head_dim"] = _size(said, "qk_rope_head_dim")
         fields |= {f"deepseek2.{key}": value for key, value in _deepseek_fields(said).items()}
+    if architecture.name in _SIGMOID:
+        fields[f"{architecture.name}.expert_gating_func"] = 2
+    if architecture.name in _NORMALIZED:
+        fields[f"{architecture.name}.expert_weights_norm"] = bool(said["norm_topk_prob"])
+    if architecture.stores_windows and said.get("sliding_window"):
+        fields[f"{architecture.name}.attention.sliding_window_pattern"] = _has_window(architecture, said)
     for key, value in _rope_fields(architecture, said).items():
         fields[f"{architecture.name}.rope.{key}"] = value
     if architecture.name == "phi3":
         # llama.cpp tells Phi-4 by a window of 0.
         fields["phi3.attention.sliding_window"] = int(said.get("sliding_window") or 0)
     return fields
+
+
+def _has_window(architecture: Architecture, config: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer has the sliding window."""
+    step = architecture.window_pattern
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % step else "full_attention" for i in range(config["num_hidden_layers"])
+    ]
+    return [kind == "sliding_attention" for kind in kinds]
 
 
 def extra_tensors(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Stored]:
@@ -157,18 +181,36 @@ def _check_deepseek(config: Mapping[str, Any]) -> None:
         raise UnsupportedError("llama.cpp runs DeepSeek only with routed and shared experts in some layer")
 
 
+def _check_exaone(config: Mapping[str, Any]) -> None:
+    """Refuses windows that llama.cpp does not have: it has them where there are 64 layers."""
+    if bool(config.get("sliding_window")) != (config.get("num_hidden_layers") == _EXAONE_WITH_WINDOWS):
+        raise UnsupportedError(
+            f"llama.cpp has sliding windows of exaone4 where, and only where, there are {_EXAONE_WITH_WINDOWS} layers; "
+            f"config.json has {config.get('num_hidden_layers')} and sliding_window {config.get('sliding_window')}"
+        )
+
+
 def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuses layers that differ from those that llama.cpp has built in."""
     layers = config.get("num_hidden_layers") or 0
-    name, step = architecture.name, architecture.window_pattern
+    name, step, kinds = architecture.name, architecture.window_pattern, config.get("layer_types")
     if name == "deepseek2":
         _check_deepseek(config)
-    if kinds := config.get("layer_types"):
+    if name == "exaone4":
+        _check_exaone(config)
+    heads = config.get("num_attention_heads")
+    if name in _ALL_HEADS and (config.get("num_key_value_heads") or heads) != heads:
+        raise UnsupportedError(f"llama.cpp runs {name} only with as many heads of keys as of queries")
+    if name == "glm4moe" and not config.get("n_shared_experts"):
+        raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
+    if architecture.stores_windows and (kinds or not config.get("sliding_window")):
+        pass  # which layers have a window is in the file
+    elif kinds:
         full = [kind == "full_attention" for kind in kinds]
         expected = [step == 0 or (i + 1) % step == 0 for i in range(len(full))]
         if full != expected:
             raise UnsupportedError(f"llama.cpp has its own pattern of sliding windows for {name}; layer_types is another")
-    elif config.get("sliding_window_pattern") not in (None, step):
+    elif config.get("sliding_window_pattern") not in (None, step, "L" * (step - 1) + "G"):
         raise UnsupportedError(
             f"every {step}th layer of {name} has no sliding window in llama.cpp; sliding_window_pattern is "
             f"{config['sliding_window_pattern']}"
@@ -279,8 +321,10 @@ def _yarn_fields(architecture: Architecture, rope: Mapping[str, Any]) -> dict[st
 
 def _rotary_dim(architecture: Architecture, rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     """The coordinates of a head that rotate."""
+    if architecture.name == "minimax-m2" and config.get("rotary_dim"):
+        return config["rotary_dim"]
     share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
-    if share != 1 and architecture.name != "phi3":
+    if share != 1 and architecture.name not in _PARTLY_ROTATED:
         raise UnsupportedError(
             f"config.json has partial_rotary_factor {share}, which transformers ignores in models of {architecture.name}; "
             "remove it if the whole heads rotate"
@@ -354,6 +398,7 @@ class _Config(msgspec.Struct):
     qk_rope_head_dim: Positive | None = None
     v_head_dim: Positive | None = None
     norm_topk_prob: bool | None = None
+    rotary_dim: Positive | None = None
     vocab_size: Count | None = None
     head_dim: Positive | None = None
     max_position_embeddings: Positive | None = None

@@ -106,15 +106,16 @@ LATENT_NAMES = {
 }
 """The names of latent attention and of the experts."""
 
-_GGUF = gguf_table(
+LATENT_GGUF = gguf_table(
     {
         "attn/kv_a": "attn_kv_a_mqa.weight",
         **{f"attn/{name}": f"attn_{name}.weight" for name in ("q_a", "q_a_norm", "q_b", "kv_a_norm", "kv_b", "k_b", "v_b")},
         "mlp/router_correction_bias": "exp_probs_b.bias",
     }
 )
+"""The names of both in GGUF files."""
 
 FAMILIES = (
-    Family("deepseek_v2", "DeepSeek-V2", _deepseek_v2, hf_table(LATENT_NAMES), "deepseek2", _GGUF),
-    Family("deepseek_v3", "DeepSeek-V3", _deepseek_v3, hf_table(LATENT_NAMES), "deepseek2", _GGUF),
+    Family("deepseek_v2", "DeepSeek-V2", _deepseek_v2, hf_table(LATENT_NAMES), "deepseek2", LATENT_GGUF),
+    Family("deepseek_v3", "DeepSeek-V3", _deepseek_v3, hf_table(LATENT_NAMES), "deepseek2", LATENT_GGUF),
 )

@@ -38,6 +38,6 @@ def _helium(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 
 FAMILIES = (
-    Family("ernie4_5", "ERNIE 4.5", _ernie),
+    Family("ernie4_5", "ERNIE 4.5", _ernie, gguf="ernie4_5"),
     Family("helium", "Helium", _helium),
 )

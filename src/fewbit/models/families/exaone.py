@@ -44,4 +44,4 @@ def _layer_types(found: _Exaone) -> list[str]:
     return [*repeated[:-1], "full_attention"]
 
 
-FAMILIES = (Family("exaone4", "EXAONE 4", _exaone, hf_table(OUTPUT_NORMS)),)
+FAMILIES = (Family("exaone4", "EXAONE 4", _exaone, hf_table(OUTPUT_NORMS), gguf="exaone4"),)

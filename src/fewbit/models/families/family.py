@@ -108,6 +108,10 @@ GGUF = gguf_table()
 """The names of a GGUF file. The rows of q and k of a Llama are ordered for the "interleaved" rotary embedding."""
 
 
+SECOND_NORM = gguf_table({"mlp/norm": "post_attention_norm.weight"})
+"""The names of architectures whose norm before the feed-forward block is named after attention."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face that the decoder can run.

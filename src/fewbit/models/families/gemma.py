@@ -110,7 +110,7 @@ _NORMS = {
 }
 
 FAMILIES = (
-    Family("gemma", "Gemma", _gemma),
+    Family("gemma", "Gemma", _gemma, gguf="gemma"),
     Family("gemma2", "Gemma 2", _gemma2, hf_table(_NORMS), gguf="gemma2"),
     Family("gemma3_text", "Gemma 3 (text)", _gemma3, hf_table(_NORMS), gguf="gemma3"),
 )

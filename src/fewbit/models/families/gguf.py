@@ -44,6 +44,9 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
     architecture = gguf_architecture(fields)
     found = _Gguf(**msgspec.structs.asdict(converted(fields, _schema(architecture), _WHERE)))
     check_layer_count(found.layers, len(names), MANY)
+    if found.extra_layers >= found.layers:
+        raise QuantError(f"{_WHERE} has {found.layers} layers, and {found.extra_layers} of them for multi-token prediction")
+    found.layers -= found.extra_layers
     head_dim = found.head_dim or found.width // found.heads
     if architecture != "deepseek2":
         refuse_unless(found.value_length or head_dim, (head_dim,), f"{architecture}.attention.value_length", _WHERE)
@@ -64,8 +67,11 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
         "rope_scaling": _scaling(architecture, found, names),
         "rotary_dim": 0 if rotary_dim == head_dim else rotary_dim,
         "experts": _experts(architecture, found, names),
+        "extra_layers": found.extra_layers,
         **ARCHITECTURES[architecture](found),
     }
+    if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names:
+        settings["qk_norm"] = "head"
     return DecoderConfig(
         vocab=vocab,
         layers=found.layers,
@@ -113,6 +119,7 @@ class _Gguf(msgspec.Struct):
     layers: Positive
     context: Positive
     norm_eps: Number
+    extra_layers: Count = 0
     hidden: Positive | None = None
     kv_heads: Positive | None = None
     head_dim: Positive | None = None
@@ -161,6 +168,7 @@ _KEYS = {
     "width": "embedding_length",
     "heads": "attention.head_count",
     "layers": "block_count",
+    "extra_layers": "nextn_predict_layers",
     "context": "context_length",
     "norm_eps": "attention.layer_norm_rms_epsilon",
     "hidden": "feed_forward_length",
@@ -273,9 +281,12 @@ def _experts(architecture: str, found: _Gguf, names: Tensors) -> Experts | None:
         raise UnsupportedError(f"{_WHERE} has experts, but the file has no 'blk.0.ffn_down_exps.weight'")
     hidden = found.expert_hidden or found.hidden
     assert hidden is not None
-    settings: dict[str, Any] = {"normalized": architecture != "qwen2moe", "shared_hidden": found.shared_hidden}
-    if architecture == "deepseek2":
-        settings = _deepseek_experts(found, hidden)
+    settings: dict[str, Any] = {
+        "normalized": architecture not in ("qwen2moe", "olmoe"),
+        "shared_hidden": found.shared_hidden,
+    }
+    if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2"):
+        settings = _routed_experts(architecture, found, hidden)
     return Experts(
         found.experts,
         found.active,
@@ -287,12 +298,16 @@ def _experts(architecture: str, found: _Gguf, names: Tensors) -> Experts | None:
     )
 
 
-def _deepseek_experts(found: _Gguf, hidden: int) -> dict[str, Any]:
-    """The fields of DeepSeek's experts. Files of DeepSeek-V2 may not say that scores are softmax probabilities."""
-    refuse_unless(found.scores, (0, 1, 2), "deepseek2.expert_gating_func", _WHERE)
+def _routed_experts(architecture: str, found: _Gguf, hidden: int) -> dict[str, Any]:
+    """The fields of DeepSeek's experts, and of those after them.
+
+    Files of DeepSeek-V2 may not say that scores are softmax probabilities, nor those of GLM that they are sigmoids.
+    """
+    refuse_unless(found.scores, (0, 1, 2), f"{architecture}.expert_gating_func", _WHERE)
+    scores = found.scores or (_SIGMOID if architecture == "glm4moe" else 1)
     return {
-        "normalized": found.normalized,
-        "scores": "sigmoid" if found.scores == _SIGMOID else "softmax",
+        "normalized": found.normalized or architecture == "minimax-m2",
+        "scores": "sigmoid" if scores == _SIGMOID else "softmax",
         "groups": found.groups or 1,
         "active_groups": found.active_groups or 1,
         "scale": found.expert_scale,
@@ -303,6 +318,19 @@ def _deepseek_experts(found: _Gguf, hidden: int) -> dict[str, Any]:
 
 def _llama(found: _Gguf) -> dict[str, Any]:
     return {"rope": "interleaved"}
+
+
+def _exaone4(found: _Gguf) -> dict[str, Any]:
+    """EXAONE 4. llama.cpp has windows where there are 64 layers, and then no rotary embedding in the layers without one."""
+    fields: dict[str, Any] = {"norms": "post", "qk_norm": "head"}
+    if found.layers != 64:
+        return fields
+    windows = _windows(msgspec.structs.replace(found, window=found.window or 4096), 4)
+    return {**fields, **windows, "nope_layers": tuple(i for i in range(64) if i not in windows["window_layers"])}
+
+
+def _olmoe(found: _Gguf) -> dict[str, Any]:
+    return {"qk_norm": "projection"}
 
 
 def _smollm3(found: _Gguf) -> dict[str, Any]:
@@ -337,29 +365,33 @@ def _phi3(found: _Gguf) -> dict[str, Any]:
     return {"fused": True, "window": found.window or 0}
 
 
-def _gemma(found: _Gguf, largest: int) -> dict[str, Any]:
-    """The fields of both Gemmas: converters have added 1 to the gains of norms."""
+def _gemma(found: _Gguf) -> dict[str, Any]:
+    """The fields of every Gemma: converters have added 1 to the gains of norms."""
+    return {"activation": "gelu_tanh", "embed_scale": found.width**0.5}
+
+
+def _scaled_gemma(found: _Gguf, largest: int) -> dict[str, Any]:
+    """The fields of Gemma 2 and 3."""
     head_dim = found.head_dim or found.width // found.heads
     if found.layers == largest:  # the 27B models, as in llama.cpp: query_pre_attn_scalar is not in the file
         head_dim = found.width // found.heads
-    return {
-        "activation": "gelu_tanh",
-        "norms": "sandwich",
-        "attention_scale": head_dim**-0.5,
-        "embed_scale": found.width**0.5,
-        "logit_cap": found.logit_cap,
-    }
+    return {**_gemma(found), "norms": "sandwich", "attention_scale": head_dim**-0.5, "logit_cap": found.logit_cap}
 
 
 def _gemma2(found: _Gguf) -> dict[str, Any]:
     if found.window is None:
         found = msgspec.structs.replace(found, window=4096)  # llama.cpp's default, as those of the caps
     caps = {"attention_cap": found.attention_cap or 50.0, "logit_cap": found.logit_cap or 30.0}
-    return {**_gemma(found, 46), **_windows(found, 2), **caps}
+    return {**_scaled_gemma(found, 46), **_windows(found, 2), **caps}
 
 
 def _gemma3(found: _Gguf) -> dict[str, Any]:
-    return {**_gemma(found, 62), **_windows(found, 6), "qk_norm": "head", "window_rope_theta": found.window_rope_theta}
+    return {
+        **_scaled_gemma(found, 62),
+        **_windows(found, 6),
+        "qk_norm": "head",
+        "window_rope_theta": found.window_rope_theta,
+    }
 
 
 def _gpt_oss(found: _Gguf) -> dict[str, Any]:
@@ -418,12 +450,21 @@ ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "qwen2moe": _plain,
     "qwen3moe": _qwen3,
+    "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
+    "seed_oss": _plain,
+    "exaone4": _exaone4,
+    "ernie4_5": _llama,
+    "glm4moe": _plain,
+    "dots1": _qwen3,
+    "minimax-m2": _olmoe,
     "smollm3": _smollm3,
     "granite": _granite,
+    "granitemoe": _granite,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
 }

@@ -7,9 +7,9 @@ import msgspec
 
 from ..._json import Count, Positive
 from ..config import DecoderConfig, Experts
-from .deepseek import LATENT_NAMES, DeepSeekV3, latent_config
+from .deepseek import LATENT_GGUF, LATENT_NAMES, DeepSeekV3, latent_config
 from .experts import MIXTRAL_NAMES, ROUTED_NAMES, Routed, routed_experts
-from .family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless, window_fields
+from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless, window_fields
 
 
 class _Glm(Routed, kw_only=True):
@@ -118,16 +118,19 @@ def _minimax(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
         theta=5_000_000.0,
         rotates_part=True,
         qk_norm="projection",
-        experts=Experts(found.experts, found.active, found.hidden, scores="sigmoid"),
+        experts=Experts(found.experts, found.active, found.hidden, scores="sigmoid", shared_gate=False),
         extra_layers=found.modules * found.module_layers if found.use_mtp else 0,
     )
 
 
+_CORRECTIONS = {"mlp/router_correction_bias": "exp_probs_b.bias"}
+_GGUF = gguf_table(_CORRECTIONS)
+_GLM_GGUF = gguf_table({**_CORRECTIONS, "mlp/norm": "post_attention_norm.weight"})
 _MINIMAX_NAMES = {**MIXTRAL_NAMES, "mlp/router_correction_bias": "block_sparse_moe.e_score_correction_bias"}
 
 FAMILIES = (
-    Family("glm4_moe", "GLM-4.5, 4.6", _glm, hf_table(ROUTED_NAMES)),
-    Family("glm4_moe_lite", "GLM-4.7-Flash", _glm_lite, hf_table(LATENT_NAMES)),
-    Family("dots1", "dots.llm1", _dots, hf_table(ROUTED_NAMES)),
-    Family("minimax_m2", "MiniMax-M2", _minimax, hf_table(_MINIMAX_NAMES)),
+    Family("glm4_moe", "GLM-4.5, 4.6", _glm, hf_table(ROUTED_NAMES), "glm4moe", _GLM_GGUF),
+    Family("glm4_moe_lite", "GLM-4.7-Flash", _glm_lite, hf_table(LATENT_NAMES), "deepseek2", LATENT_GGUF),
+    Family("dots1", "dots.llm1", _dots, hf_table(ROUTED_NAMES), "dots1", _GGUF),
+    Family("minimax_m2", "MiniMax-M2", _minimax, hf_table(_MINIMAX_NAMES), "minimax-m2", _GGUF),
 )

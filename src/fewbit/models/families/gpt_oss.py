@@ -7,7 +7,17 @@ import msgspec
 
 from ..._json import Count, Positive
 from ..config import DecoderConfig, Experts
-from .family import Family, Number, Windowed, decoder_config, gguf_table, hf_table, read_config, refuse_unless, window_fields
+from .family import (
+    SECOND_NORM,
+    Family,
+    Number,
+    Windowed,
+    decoder_config,
+    hf_table,
+    read_config,
+    refuse_unless,
+    window_fields,
+)
 
 
 class _GptOss(Windowed, kw_only=True):
@@ -72,6 +82,6 @@ FAMILIES = (
         _gpt_oss,
         hf_table(_NAMES),
         gguf="gpt-oss",
-        gguf_table=gguf_table({"mlp/norm": "post_attention_norm.weight"}),
+        gguf_table=SECOND_NORM,
     ),
 )

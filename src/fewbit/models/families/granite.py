@@ -55,5 +55,5 @@ _EXPERTS = {
 
 FAMILIES = (
     Family("granite", "Granite", _granite, gguf="granite", permutes=True),
-    Family("granitemoe", "GraniteMoE", _granite_moe, hf_table(_EXPERTS)),
+    Family("granitemoe", "GraniteMoE", _granite_moe, hf_table(_EXPERTS), gguf="granitemoe", permutes=True),
 )

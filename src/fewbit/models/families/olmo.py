@@ -62,5 +62,5 @@ OUTPUT_NORMS = {
 FAMILIES = (
     Family("olmo2", "OLMo 2", _olmo2, hf_table(OUTPUT_NORMS), gguf="olmo2"),
     Family("olmo3", "OLMo 3", _olmo3, hf_table(OUTPUT_NORMS), gguf="olmo2"),
-    Family("olmoe", "OLMoE", _olmoe, hf_table(expert_names("shared_expert"))),
+    Family("olmoe", "OLMoE", _olmoe, hf_table(expert_names("shared_expert")), gguf="olmoe"),
 )

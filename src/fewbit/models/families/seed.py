@@ -7,7 +7,7 @@ import msgspec
 
 from ..._json import Positive
 from ..config import DecoderConfig
-from .family import Common, Family, decoder_config, read_config
+from .family import SECOND_NORM, Common, Family, decoder_config, read_config
 
 
 class _SeedOss(Common, kw_only=True):
@@ -23,4 +23,4 @@ def _seed_oss(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     return decoder_config(found, qkv_bias=found.attention_bias, o_bias=found.o_bias, mlp_bias=found.mlp_bias)
 
 
-FAMILIES = (Family("seed_oss", "Seed-OSS", _seed_oss),)
+FAMILIES = (Family("seed_oss", "Seed-OSS", _seed_oss, gguf="seed_oss", gguf_table=SECOND_NORM),)
