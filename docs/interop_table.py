@@ -21,6 +21,7 @@ ORACLES = {
     "gptq": "AutoGPTQ's published formula in numpy",
     "awq": "AutoAWQ's published formula in numpy; `dequantize_gemm` of autoawq 0.2.9",
     "bitsandbytes": "bitsandbytes 0.50 on CPU; transformers 5.23 runs it",
+    "bitnet": "transformers 5.23: `pack_weights`, `unpack_weights`, and its BitNet runs it",
     "mlx": "mlx 0.32 on CPU: `mx.dequantize`; mlx-lm 0.32 runs it",
     "gguf": "gguf 0.19; llama.cpp by llama-cpp-python 0.3 runs it",
     "orbax": "orbax-checkpoint 0.12",
@@ -73,15 +74,16 @@ def cell(container: AbstractContainer, name: str) -> str:
         ("bfloat16", "exact (bfloat16 models)"),
         ("float16", "exact (float16 models)"),
     ):
-        if any(container.refusal(weight) is None for weight in weights(scheme(name), dtype)):
-            return text
+        if any(container.refusal(weight) is None for weight in weights(scheme(name), dtype, container.activations)):
+            return text if container.activations is None else f"{text} ({container.activations} activations)"
     return ""
 
 
-def weights(found: Scheme, dtype: str) -> Iterator[Weight]:
+def weights(found: Scheme, dtype: str, activations: str | None) -> Iterator[Weight]:
     """A matrix in the scheme, an embedding, and a stack of experts `[E, in, out]`."""
+    other = None if activations is None else scheme(activations)
     for role in (Role.MATMUL, Role.EMBEDDING):
-        yield Weight("model.layers.0.mlp.up_proj.weight", (256, 256), dtype, found, role=role)
+        yield Weight("model.layers.0.mlp.up_proj.weight", (256, 256), dtype, found, other, role=role)
     experts = found.along(-2, 3)
     yield Weight("model.layers.0.mlp.experts.gate_up_proj", (4, 256, 256), dtype, experts, role=Role.EXPERTS)
 

@@ -48,7 +48,7 @@ To = Annotated[
         metavar="LAYOUT",
         autocompletion=layout_names,
         help="The layout of the files: fewbit, hf (dequantized to bfloat16), gguf, compressed-tensors, modelopt, "
-        "fp8-blocks, gpt-oss, torchao, bitsandbytes, gptq, awq, mlx or orbax. Weights are stored exactly, or the layout is refused.",
+        "fp8-blocks, gpt-oss, torchao, bitsandbytes, bitnet, gptq, awq, mlx or orbax. Weights are stored exactly, or the layout is refused.",
     ),
 ]
 ActivationKind = Annotated[

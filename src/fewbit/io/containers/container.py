@@ -75,6 +75,8 @@ class AbstractContainer(abc.ABC):
     """The keys of `config.json` that describe the quantized weights."""
     roles: ClassVar[tuple[Role, ...]] = (Role.MATMUL, Role.EXPERTS)
     """The roles of weights that the other program expects quantized."""
+    activations: ClassVar[str | None] = None
+    """The scheme of the activations that all its products quantize, by name; None: a weight may have float activations."""
     fused: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """The modules of one parent that its readers multiply at once, with one tensor scale; see `SERVERS_FUSE`."""
 
@@ -150,6 +152,8 @@ class AbstractContainer(abc.ABC):
     def _advice(self, weight: Weight) -> str:
         """A sentence with the schemes nearest in size that fit a refused weight."""
         bits, said = weight.scheme.format.bits, "Schemes that fit"
+        if self.activations is not None:
+            said, weight = f"{said}, with {self.activations} activations", _with_activations(weight, self.activations)
         fitting = [name for name in self.schemes if self.refusal(_in_scheme(weight, name)) is None]
         if not fitting and weight.activations is not None:
             said, weight = "Schemes that fit, with float activations", dataclasses.replace(weight, activations=None)
@@ -164,6 +168,11 @@ def _in_scheme(weight: Weight, name: str) -> Weight:
     """The weight in a named scheme, along the same axis."""
     axis = weight.scheme.pack_axis
     return dataclasses.replace(weight, scheme=scheme(name).along(axis, len(weight.shape)))
+
+
+def _with_activations(weight: Weight, name: str) -> Weight:
+    """The weight with the other operand in a named scheme."""
+    return dataclasses.replace(weight, activations=scheme(name))
 
 
 def _some_names(weights: Sequence[Weight]) -> str:

@@ -2,6 +2,7 @@
 
 from ...errors import QuantError
 from .awq import AWQ
+from .bitnet import BitNet
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors.container import CompressedTensors
 from .container import AbstractContainer
@@ -21,6 +22,7 @@ CONTAINERS: tuple[AbstractContainer, ...] = (
     GPTQ(),
     AWQ(),
     BitsAndBytes(),
+    BitNet(),
     MLX(),
 )
 
