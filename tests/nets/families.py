@@ -222,12 +222,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @functools.cache
 def theirs(case: str) -> Any:
     """The model of a case in transformers, with random weights, norms, biases and router corrections; float32."""
-    import torch
     import transformers
 
     name, settings = CASES[case]
     cls = getattr(transformers, name)
-    model = cls(cls.config_class(**settings, attn_implementation="eager")).eval()
+    return with_random_weights(cls(cls.config_class(**settings, attn_implementation="eager")).eval())
+
+
+def with_random_weights(model: Any) -> Any:
+    """A model of transformers with random weights, norms, biases and router corrections; float32."""
+    import torch
+
     draw = np.random.default_rng(0)
     with torch.no_grad():
         corrections = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith("correction_bias")]

@@ -20,12 +20,14 @@ class NameTable:
         names: our path -> their name; `{}` is the number of the layer, a second one that of the expert, in both.
         transposed: the paths whose weights are stored `[in, out]`.
         derived: a pattern of buffers that the decoder does not read, such as frequencies and ranges of a cache.
+        others: a pattern of the tensors of other parts of the model, such as a vision tower.
     """
 
     title: str
     names: Mapping[str, str]
     transposed: frozenset[str] = frozenset()
     derived: str = r"(?!)"
+    others: str = r"(?!)"
 
     def __hash__(self) -> int:
         return hash((self.title, tuple(self.names.items())))
@@ -52,6 +54,10 @@ class NameTable:
     def is_derived(self, name: str) -> bool:
         """Whether the name is a buffer that the decoder does not read: computed from the configuration, or a cache's range."""
         return re.fullmatch(self.derived, name) is not None
+
+    def is_other(self, name: str) -> bool:
+        """Whether the name is a tensor of another part of the model."""
+        return re.fullmatch(self.others, name) is not None
 
     def is_transposed(self, path: str) -> bool:
         """Whether the weight of this path is stored `[in, out]`."""
@@ -238,7 +244,7 @@ def names_by_path(stored: Mapping[str, tuple[int, ...]], table: NameTable, confi
     expected = shapes(config)
     found: dict[str, str] = {}
     for name, shape in stored.items():
-        if table.is_derived(name) or is_extra(name, config):
+        if table.is_derived(name) or table.is_other(name) or is_extra(name, config):
             continue
         path = table.path(name)
         if path == "head" and config.tied:

@@ -20,7 +20,7 @@ from ..models.config import DecoderConfig
 from ..models.decoder import forward, stack_layers
 from ..models.installed import default_text_name, find_text
 from ..models.joined import fuse_weights, stack_experts
-from ..models.names import params_from_paths
+from ..models.names import params_from_paths, shapes
 from ..ops.interpret.transparent import transparent
 from .activations import Activations, with_int8_activations
 from .engine import as_stored, choose_engine, transformers_of
@@ -80,7 +80,8 @@ class DecoderEngine(Engine):
 
     def network(self, paths: Iterable[str], load: Callable[[str], Value]) -> LogitsFn:
         """The model with these weights; quantized ones run as they are, through `fb.transparent`."""
-        params = params_from_paths({path: load(path) for path in paths}, self.config)
+        own = shapes(self.config)
+        params = params_from_paths({path: load(path) for path in paths if path in own}, self.config)
         activations = None
         if self.int8_activations:
             params, activations = with_int8_activations(params)

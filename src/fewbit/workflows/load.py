@@ -15,7 +15,7 @@ from ..io.read import read
 from ..models.config import DecoderConfig
 from ..models.families.gguf import config_from_gguf, gguf_table_of
 from ..models.families.glassllm import GLASSLLM, config_from_glassllm
-from ..models.families.table import family_of
+from ..models.families.multimodal import decoder_of
 from ..models.installed import glassllm_npz, minilm_directory, smollm2_gguf
 from ..models.names import NameTable, check_layers, is_extra, names_by_path, shapes
 from ..models.tokenizers.gguf import tokenizer_from_gguf
@@ -100,18 +100,24 @@ def _runnable(model: Model, checkpoint: Checkpoint) -> Model:
     names, tensors = _names(checkpoint, table, config), checkpoint.tensors
     transposed = {path for path in names if table is not None and table.is_transposed(path)}
 
+    others = [name for name in tensors.info if table is not None and table.is_other(name)]
+
     def load_path(path: str) -> Value:
-        value = tensors[names[path]]
+        value = tensors[names.get(path, path)]
         if path in transposed:
             return value.T
         return value
 
     info = {path: dataclasses.replace(tensors.info[names[path]], shape=shape) for path, shape in shapes(config).items()}
+    info |= {name: tensors.info[name] for name in others}
     model = dataclasses.replace(model, config=config, info=info, load=load_path)
     if "model_type" in checkpoint.metadata:
         model = dataclasses.replace(model, names=names)
-    if extra := sum(is_extra(name, config) for name in tensors.info):
+    if extra := sum(is_extra(name, config) for name in tensors.info if name not in others):
         note = f"{extra} tensors of layers for multi-token prediction are not run, and left out of what is written"
+        model = dataclasses.replace(model, notes=(*model.notes, note))
+    if others:
+        note = f"{len(others)} tensors belong to other parts than the language model, such as {others[0]}; they are kept as they are"
         model = dataclasses.replace(model, notes=(*model.notes, note))
     try:
         tokenizer = _tokenizer(checkpoint)
@@ -137,8 +143,7 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, NameTable | None]:
     if checkpoint.kind == "npz" and "d_model" in metadata:
         return config_from_glassllm(metadata), GLASSLLM
     if checkpoint.kind != "npz" and "model_type" in metadata:
-        family = family_of(metadata)
-        return family.config(metadata, checkpoint.tensors.info), family.table
+        return decoder_of(metadata, checkpoint.tensors.info)
     raise UnsupportedError("the architecture is unknown: no GGUF metadata, no config.json with a model_type, no __config__")
 
 
@@ -159,6 +164,7 @@ def _zero_biases(tensors: Tensors, table: NameTable, config: DecoderConfig) -> s
     """The names of biases that the architecture does not have and that are zero, as some GPTQ writers add to every module."""
     expected = dict(shapes(config))
     biases = [name for name in tensors.info if name.endswith(".bias") and not is_extra(name, config)]
+    biases = [name for name in biases if not table.is_other(name)]
     return {name for name in biases if table.path(name) not in expected and not np.asarray(tensors[name]).any()}
 
 

@@ -1,6 +1,7 @@
 """A loaded model: configuration, tokenizer and lazily loaded parameters."""
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from ..errors import QuantError, UnsupportedError
 from ..io.checkpoint import TensorInfo
 from ..kernels.quantize.dispatch import dequantize
 from ..models.config import DecoderConfig
-from ..models.names import params_from_paths
+from ..models.names import params_from_paths, shapes
 from ..models.tokenizers.tokenizer import Tokenizer
 from ..recipe.rows import PlanRow
 
@@ -32,7 +33,8 @@ class Model:
         kind: the container: "gguf", "safetensors", "npz", "fewbit" or "orbax".
         config: the configuration of an architecture that can be run; else None.
         why_not_run: why it cannot be run; empty if it can.
-        info: shape, dtype and bytes by path: `layers/3/attn/q` in a model that can be run, else the name in the file.
+        info: shape, dtype and bytes by path: `layers/3/attn/q` in a model that can be run, else the name in the file; so have
+            the tensors of other parts of a model that can be run (`others`).
         load: loads the parameter of a path, in the orientation of `info`.
         tokenizer: the checkpoint's tokenizer, or None.
         why_no_tokenizer: why there is none; empty if there is one.
@@ -79,6 +81,14 @@ class Model:
         """The bytes of all parameters in the file."""
         return sum(info.nbytes for info in self.info.values())
 
+    @functools.cached_property
+    def others(self) -> tuple[str, ...]:
+        """The parameters of other parts than the language model, such as a vision tower. The decoder does not read them."""
+        if self.config is None:
+            return ()
+        own = shapes(self.config)
+        return tuple(path for path in self.info if path not in own)
+
     @property
     def quantized(self) -> dict[str, list[str]]:
         """The paths of the parameters that the file stores quantized, by storage type."""
@@ -120,11 +130,13 @@ class Model:
 
     def params(self) -> dict[str, Any]:
         """The pytree of parameters as stored, with quantized leaves as QArrays."""
-        return params_from_paths({path: self.load(path) for path in self.info}, self.runnable_config())
+        config = self.runnable_config()
+        return params_from_paths({path: self.load(path) for path in shapes(config)}, config)
 
     def float_params(self) -> dict[str, Any]:
         """The pytree of parameters, all dequantized."""
-        return params_from_paths({path: decoded(self.load(path)) for path in self.info}, self.runnable_config())
+        config = self.runnable_config()
+        return params_from_paths({path: decoded(self.load(path)) for path in shapes(config)}, config)
 
 
 def decoded(value: Value) -> np.ndarray | jax.Array:
@@ -133,6 +145,20 @@ def decoded(value: Value) -> np.ndarray | jax.Array:
 
 
 _decode = jax.jit(dequantize)
+
+
+def check_alone(model: Model, change: str) -> None:
+    """Refuses a model with other parts than the language model, for changes of the decoder itself.
+
+    Args:
+        model: the model.
+        change: what would change, for the message.
+    """
+    if model.others:
+        raise UnsupportedError(
+            f"{model.name} has other parts than its language model, such as {model.others[0]}, and {change} is for a language "
+            "model alone"
+        )
 
 
 def check_others_can_run(model: Model) -> None:

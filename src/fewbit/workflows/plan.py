@@ -26,6 +26,8 @@ from ..recipe.recipe import Recipe
 from ..recipe.rows import PlanRow
 from .model import Model, is_kept
 
+_OTHER = "not a part of the language model"
+
 KEEP = "keep"
 """The recipe that changes no tensor."""
 
@@ -151,7 +153,7 @@ def _resolved(model: Model, recipe: RecipeSpec) -> Plan:
 
     The recipe is resolved against the traced model, or against flat tensors.
     """
-    structs = {path: _struct(info) for path, info in model.info.items()}
+    structs = {path: _struct(info) for path, info in model.info.items() if path not in model.others}
     config = model.config
     if config is None:
         shapes = {path: info.shape for path, info in model.info.items()}
@@ -166,6 +168,8 @@ def _resolved(model: Model, recipe: RecipeSpec) -> Plan:
 
         plan = make_plan(logits, structs, tokens, recipe=recipe)
     rows = {row.path: row for row in plan}
+    for path in model.others:
+        rows[path] = dataclasses.replace(_kept(path, model.info[path], model.kind), reason=_OTHER)
     return dataclasses.replace(plan, rows=tuple(rows[path] for path in model.info))
 
 

@@ -34,7 +34,7 @@ from .encodings.integer_words import (
     why_not_linear,
     words_of_codes,
 )
-from .encodings.names import linear_modules
+from .encodings.names import linear_modules, parts_apart
 from .encodings.stored import config_dtype, per_tile
 
 _BITS = (2, 3, 4, 8)
@@ -121,8 +121,9 @@ class GPTQ(AbstractContainer):
         usual = max(forms.values(), key=list(forms.values()).count)
         # A pattern "-:" names modules that are not quantized, "+:" modules in another form than the usual one.
         dynamic: dict[str, dict[str, int]] = {
-            _pattern("-", module): {} for module in linear_modules(kept, {weight.module for weight in weights})
+            _pattern("-", module): {} for module in linear_modules(kept, {weight.module for weight in weights}, ())
         }
+        dynamic |= {rf"-:(?:.*\.)?{part}\..*": {} for part in parts_apart(kept, {weight.module for weight in weights})}
         dynamic |= {_pattern("+", module): form for module, form in forms.items() if form != usual}
         is_symmetric = all(_is_symmetric(weight.scheme) for weight in weights)
         settings = {

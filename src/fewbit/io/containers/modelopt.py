@@ -89,7 +89,7 @@ class ModelOpt(AbstractContainer):
 
     def files(self, weights: Sequence[Weight], kept: Sequence[str], config: Mapping[str, Any]) -> Files:
         layers = {weight.module: _settings(weight.scheme) for weight in weights}
-        excluded = linear_modules(kept, layers)
+        excluded = linear_modules(kept, layers, ["*{}.*"])
         algorithms = list({str(settings): settings for settings in layers.values()}.values())
         quantization: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
         if len(algorithms) == 1:

@@ -185,7 +185,12 @@ def read_config(obj: Mapping[str, Any], schema: type[Fields], names: Collection[
 def refuse_unknown(obj: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Raises UnsupportedError for an unknown key that is set. It may be a feature that the decoder lacks."""
     for key, value in obj.items():
-        if key not in known and not key.startswith("_") and value not in (None, False, 0, "", [], {}):
+        if (
+            key not in known
+            and not key.startswith("_")
+            and not key.endswith("_token_id")
+            and value not in (None, False, 0, "", [], {})
+        ):
             raise UnsupportedError(f"{where} has {key} = {value!r:.80}, which the decoder does not support")
 
 

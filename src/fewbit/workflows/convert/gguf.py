@@ -23,6 +23,8 @@ from ...io.gguf.writer import GGUFWriter
 from ...io.journal import Journal
 from ...models.families.family import HUGGING_FACE
 from ...models.families.gguf import gguf_table_of
+from ...models.families.multimodal import language_config
+from ...models.families.table import family_of
 from ...recipe.role import Role
 from ..model import Model, Value, check_others_can_run
 from .hugging_face import llama_json
@@ -136,7 +138,7 @@ def why_not_weight(model: Model, weight: Weight) -> str | None:
     if weight.role is Role.ROUTER:
         return "llama.cpp needs routers in float32; leave it float"
     scheme, shape = weight.scheme, weight.shape
-    architecture = ARCHITECTURES.get(str(model.metadata.get("model_type")))
+    architecture = ARCHITECTURES.get(str(language_config(model.metadata).get("model_type")))
     is_first = architecture is not None and is_contracted_first(architecture, weight.name)
     if is_first and len(shape) == 3 and scheme.pack_axis == -2:
         experts, inputs, outputs = scheme.tiles(3)
@@ -185,7 +187,11 @@ def _source(model: Model, ternary: str) -> _Source:
     if model.kind == "gguf":
         return _from_gguf(model, ternary)
     if "model_type" in model.metadata:
-        return _from_hugging_face(model, model.metadata, model.names, ternary, is_permuted=True)
+        names = model.names
+        if model.others:  # those of the language model alone
+            table = family_of(language_config(model.metadata)).table
+            names = {path: table.name(path) for path in model.names}
+        return _from_hugging_face(model, language_config(model.metadata), names, ternary, is_permuted=True)
     config = model.config
     if config is None or model.kind == "npz":
         raise UnsupportedError(
@@ -229,7 +235,7 @@ def _from_hugging_face(
     """The metadata and conversions of a Hugging Face checkpoint. `names` are its names by path, where they differ."""
     package = gguf_package(f"writing {model.path} as GGUF")
     architecture = architecture_of(config)
-    by_name = {names.get(path, path): info for path, info in model.info.items()}
+    by_name = {names.get(path, path): info for path, info in model.info.items() if path not in model.others}
     conversion = Conversion(architecture, config, package, is_permuted and architecture.is_permuted, ternary)
     conversion.check_names(by_name)
     if _EMBEDDING not in by_name:
@@ -241,7 +247,11 @@ def _from_hugging_face(
 
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         yield from extra_tensors(architecture, config).items()
-        yield from conversion.tensors((names.get(path, path), value) for path, value in tensors)
+        own = ((path, value) for path, value in tensors if path not in model.others)
+        yield from conversion.tensors((names.get(path, path), value) for path, value in own)
+
+    def targets(path: str) -> tuple[str, ...]:
+        return () if path in model.others else conversion.targets(names.get(path, path))
 
     applies = functools.partial(applies_scale, architecture.name)
-    return _Source(architecture.name, applies, fields, lambda path: conversion.targets(names.get(path, path)), converted)
+    return _Source(architecture.name, applies, fields, targets, converted)

@@ -30,7 +30,7 @@ from ...methods.allocation import Choice, allocate
 from ...models.config import DecoderConfig
 from ...models.decoder import forward, stack_layers
 from ...models.joined import stack_experts
-from ...models.names import params_from_paths
+from ...models.names import params_from_paths, shapes
 from ...ops.policy import Policy
 from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan, recounted
@@ -191,7 +191,7 @@ def _measured_losses(
 
 def _float_params(model: Model) -> dict[str, Array]:
     """The parameters in float32 by path."""
-    return {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
+    return {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in shapes(model.runnable_config())}
 
 
 def _kept_lines(

@@ -16,7 +16,7 @@ from ...models.names import shapes
 from ...recipe.plan import Plan
 from ...recipe.rows import PlanRow
 from ...recipe.rule import PRODUCT_OPS
-from ..model import Model, Value, decoded, is_kept
+from ..model import Model, Value, check_alone, decoded, is_kept
 
 
 def scaled_inputs(model: Model, plan: Plan) -> tuple[ScalableInput, ...]:
@@ -63,9 +63,10 @@ def with_scaled_inputs(model: Model, products: tuple[ChangedInput, ...]) -> Mode
 
     Raises:
         QuantError: for another product, or when inputs are scaled already.
-        UnsupportedError: when the model cannot be run.
+        UnsupportedError: when the model cannot be run, or has other parts than a language model.
     """
     config = model.runnable_config()
+    check_alone(model, "keeping scales of inputs")
     if config.scaled_inputs:
         raise QuantError(
             f"{model.name} scales the inputs of {', '.join(config.scaled_inputs)} already; start from its source"

@@ -13,7 +13,7 @@ from ...models.config import ChangedInput
 from ...models.families.table import family_of
 from ...models.names import paths_of_params
 from ...models.rotate import rotate_residual, rotated_weight
-from ..model import Model, Value, decoded
+from ..model import Model, Value, check_alone, decoded
 
 
 def rotated(model: Model, *, seed: int = 0) -> Model:
@@ -31,9 +31,10 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
 
     Raises:
         QuantError: when it is rotated already.
-        UnsupportedError: when the model cannot be run.
+        UnsupportedError: when the model cannot be run, or has other parts than a language model.
     """
     config = model.runnable_config()
+    check_alone(model, "rotating the residual stream")
     if (earlier := model.facts.get("rotation_seed")) is not None:
         raise QuantError(f"the residual stream of {model.name} is rotated already (seed {earlier}); start from its source")
     params, config = rotate_residual(model.float_params(), config, key=jax.random.key(seed))
@@ -76,9 +77,10 @@ def with_rotated_inputs(model: Model, products: tuple[ChangedInput, ...]) -> Mod
 
     Raises:
         QuantError: for another product, or when inputs are rotated or scaled already.
-        UnsupportedError: when the model cannot be run.
+        UnsupportedError: when the model cannot be run, or has other parts than a language model.
     """
     config = model.runnable_config()
+    check_alone(model, "rotating inputs")
     if config.rotated_inputs:
         raise QuantError(
             f"{model.name} rotates the inputs of {', '.join(config.rotated_inputs)} already; start from its source"

@@ -10,7 +10,7 @@ import msgspec
 from ...._json import converted
 from ...._patterns import Pattern
 from ....errors import QuantError, UnsupportedError
-from ..encodings.names import linear_modules
+from ..encodings.names import linear_modules, parts_apart
 
 VERSION = "0.20.0"
 """The version of compressed-tensors whose layout is written."""
@@ -133,7 +133,11 @@ def section(groups: Sequence[dict[str, Any]], modules: Sequence[Sequence[str]], 
     formats = {group["format"] for group in groups}
     is_linear = len(groups) == 1 and not any("embed" in module for module in quantized)
     config_groups = {
-        f"group_{i}": {"targets": ["Linear"] if is_linear else list(names), "output_activations": None, **group}
+        f"group_{i}": {
+            "targets": ["Linear"] if is_linear else _targets(names, kept, quantized),
+            "output_activations": None,
+            **group,
+        }
         for i, (group, names) in enumerate(zip(groups, modules, strict=True))
     }
     return {
@@ -141,10 +145,18 @@ def section(groups: Sequence[dict[str, Any]], modules: Sequence[Sequence[str]], 
         "format": min(formats) if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": config_groups,
-        "ignore": linear_modules(kept, quantized),
+        "ignore": linear_modules(kept, quantized, [r"re:(?:.*\.)?{}\..*"]),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "sparsity_config": {},
         "transform_config": {},
         "version": VERSION,
     }
+
+
+def _targets(names: Sequence[str], kept: Sequence[str], quantized: Sequence[str]) -> list[str]:
+    """The modules of a group. Those of a model with other parts are patterns, since their names may begin otherwise when it runs."""
+    if not parts_apart(kept, quantized):
+        return list(names)
+    tails = [name[max(name.find("layers."), 0) :] for name in names]
+    return [rf"re:.*\b{re.escape(tail)}$" for tail in tails]

@@ -1,0 +1,87 @@
+"""The language model of a checkpoint that has other parts, too, such as a vision tower.
+
+Its configuration is the `text_config` of config.json, and its tensors have names with a longer prefix. The decoder runs it on text
+alone, where positions in images (`mrope`) are those of the text.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ...errors import QuantError
+from ..config import DecoderConfig
+from ..names import NameTable
+from .table import FAMILIES, family_of
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
+"""What the names of the language model's layers begin with; that of the model alone comes last."""
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_ALONE = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+"""The `model_type` of the same language model without other parts."""
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""What rotary embedding has for positions in images."""
+
+
+def language_config(obj: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the language model, as if it were alone.
+
+    Args:
+        obj: the JSON object of the checkpoint; one without a `text_config` comes back unchanged.
+    """
+    inner = obj.get("text_config")
+    if not isinstance(inner, Mapping) or obj.get("model_type") in FAMILIES:
+        return obj
+    found = {**inner, "model_type": _ALONE.get(str(inner.get("model_type")), inner.get("model_type"))}
+    if isinstance(obj.get("tie_word_embeddings"), bool):
+        found["tie_word_embeddings"] = obj["tie_word_embeddings"]
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(found.get(key), Mapping):
+            found[key] = _without_images(found[key])
+    return found
+
+
+def _without_images(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary embedding of text alone."""
+    kept = {key: value for key, value in rope.items() if key not in _OF_IMAGES}
+    return {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in kept.items()}
+
+
+def decoder_of(obj: Mapping[str, Any], names: Collection[str]) -> tuple[DecoderConfig, NameTable]:
+    """The configuration of the decoder in a Hugging Face checkpoint, and the names of its parameters there.
+
+    Args:
+        obj: the JSON object of config.json.
+        names: the names of the checkpoint's tensors.
+
+    Raises:
+        UnsupportedError: for a `model_type` that the decoder cannot run, or a feature that it lacks, by its key.
+        QuantError: for a missing key, a value of another type, or tensors without a language model.
+    """
+    inner = language_config(obj)
+    family = family_of(inner)
+    config = family.config(inner, names)
+    if inner is obj:
+        return config, family.table
+    prefix = next((one for one in _PREFIXES if f"{one}embed_tokens.weight" in names), None)
+    if prefix is None:
+        raise QuantError(
+            f"config.json has a text_config, and no tensor is named embed_tokens.weight after one of {', '.join(_PREFIXES)}"
+        )
+    head = next((one for one in _HEADS if one in names), _HEADS[0])
+    return config, _within(family.table, prefix, head)
+
+
+def _within(table: NameTable, prefix: str, head: str) -> NameTable:
+    """The table with a longer prefix. Tensors that begin with another one are not the decoder's."""
+    names = {path: name.replace("model.", prefix, 1) for path, name in table.names.items()} | {"head": head}
+    return dataclasses.replace(
+        table,
+        names=names,
+        derived=table.derived.replace(r"model\.", re.escape(prefix)),
+        others=rf"(?!{re.escape(prefix)}|{re.escape(head)}$).*",
+    )

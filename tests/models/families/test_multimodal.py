@@ -1,0 +1,141 @@
+"""The language model of a multimodal checkpoint runs as transformers runs it on text; its other parts are kept as they are."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import QuantError, UnsupportedError, workflows
+from fewbit.models import forward
+from fewbit.models.families.multimodal import decoder_of, language_config
+from fewbit.workflows.convert.gguf import write_gguf
+from tests.io.gguf.families import save_tokenizer
+from tests.nets.families import _SIZES, their_logits
+from tests.nets.multimodal import CASES, theirs
+
+TEXT = {**_SIZES, "model_type": "llama"}
+TOKENS = np.random.default_rng(1).integers(3, 96, size=(2, 20))
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Opens the checkpoint of a case that transformers wrote."""
+    pytest.importorskip("transformers")
+
+    @functools.cache
+    def load(case: str) -> workflows.Model:
+        directory = tmp_path_factory.mktemp(case)
+        theirs(case).save_pretrained(directory)
+        return workflows.load(directory)
+
+    return load
+
+
+def logits(model: workflows.Model) -> np.ndarray:
+    params = jax.tree.map(jnp.asarray, model.params())
+    run = jax.jit(fb.transparent(functools.partial(forward, config=model.runnable_config())))
+    return np.asarray(run(params, jnp.asarray(TOKENS, jnp.int32)))
+
+
+def others(model: workflows.Model) -> dict[str, np.ndarray]:
+    return {name: np.asarray(model.load(name)) for name in model.others}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", CASES)
+def test_the_logits_of_text_are_those_of_transformers(case: str, opened: Any):
+    model, expected = opened(case), their_logits(theirs(case), TOKENS)
+    np.testing.assert_allclose(logits(model), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    assert len(model.others) > 10 and model.architecture == case
+    assert f"{len(model.others)} tensors belong to other parts than the language model" in model.notes[-1]
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["fewbit", "compressed-tensors", "hf"])
+@pytest.mark.parametrize("case", ["gemma3", "qwen2_5_vl"])  # names before and after that of the language model
+def test_the_other_parts_are_written_as_they_are(case: str, to: str, opened: Any, tmp_path: Any):
+    model = opened(case)
+    plan = workflows.plan_model(model, recipe="w4")
+    rows = [plan[path] for path in model.others]
+    assert all(row.policy is None and row.reason == "not a part of the language model" for row in rows)
+    out = workflows.quantize(model, plan, tmp_path / "out", to=to)
+    again = workflows.load(out.path)
+    assert again.config == model.config and again.others == model.others
+    for name, array in others(again).items():
+        np.testing.assert_array_equal(array.astype(np.float32), np.asarray(model.load(name)))
+    assert (to == "hf") == (not again.quantized)
+    if to == "compressed-tensors":
+        served = type(theirs(case)).from_pretrained(out.path).eval()
+        expected = their_logits(served, TOKENS)
+        np.testing.assert_allclose(logits(again), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+def test_transformers_runs_two_schemes_of_the_language_model_alone(opened: Any, tmp_path: Any):
+    """Its modules have other names than the tensors of the file."""
+    model = opened("gemma3")
+    rules = (fb.Rule(r".*(down|o)", "int8"), fb.Rule(r"layers/.*/(q|k|v|gate|up)", "int4"))
+    plan = workflows.plan_model(model, recipe=fb.Recipe(rules))
+    out = workflows.quantize(model, plan, tmp_path / "out", to="compressed-tensors")
+    served = type(theirs("gemma3")).from_pretrained(out.path).eval()
+    expected = their_logits(served, TOKENS)
+    np.testing.assert_allclose(logits(workflows.load(out.path)), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+def test_a_gguf_file_has_the_language_model(opened: Any, tmp_path: Any):
+    save_tokenizer(tmp_path / "tokenizer")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()}
+    model = dataclasses.replace(opened("gemma3"), files=files)
+    path = write_gguf(model, ((name, model.load(name)) for name in model.info), tmp_path / "m.gguf")
+    again = workflows.load(path)
+    assert again.metadata["general.architecture"] == "gemma3" and not again.others
+    expected = logits(model)
+    np.testing.assert_allclose(logits(again), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.oracle
+def test_changes_of_the_decoder_itself_are_refused(opened: Any):
+    model = opened("llava")
+    with pytest.raises(UnsupportedError, match="other parts than its language model, such as multi_modal_projector"):
+        workflows.rotated(model)
+    with pytest.raises(UnsupportedError, match="rotating inputs is for a language model alone"):
+        workflows.with_rotated_inputs(model, ("down",))
+    with pytest.raises(UnsupportedError, match="keeping scales of inputs is for a language model alone"):
+        workflows.with_scaled_inputs(model, ("down",))
+
+
+def test_a_configuration_of_a_language_model_is_left_alone():
+    assert language_config(TEXT) is TEXT
+    assert language_config({**TEXT, "text_config": {}})["text_config"] == {}
+
+
+def test_positions_of_images_are_left_out():
+    rope = {"type": "mrope", "rope_theta": 5.0, "mrope_section": [1, 1, 2]}
+    found = language_config({"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2_vl_text", "rope_scaling": rope}})
+    assert found == {"model_type": "qwen2", "rope_scaling": {"type": "default", "rope_theta": 5.0}}
+
+
+def test_the_outer_configuration_says_whether_the_head_is_tied():
+    outer = {"model_type": "llava", "text_config": {**TEXT, "tie_word_embeddings": True}, "tie_word_embeddings": False}
+    names = ["language_model.model.embed_tokens.weight", "language_model.lm_head.weight", "vision_tower.embed_tokens.weight"]
+    config, table = decoder_of(outer, names * 40)
+    assert not config.tied and table.name("head") == "language_model.lm_head.weight"
+    assert table.name("layers/1/attn/q") == "language_model.model.layers.1.self_attn.q_proj.weight"
+    assert [table.is_other(name) for name in names] == [False, False, True]
+
+
+def test_what_has_no_language_model_is_refused():
+    outer = {"model_type": "llava", "text_config": TEXT}
+    with pytest.raises(QuantError, match="has a text_config, and no tensor is named embed_tokens"):
+        decoder_of(outer, ["vision.weight"] * 40)
+    with pytest.raises(UnsupportedError, match="model_type is 'made-up', which the decoder cannot run"):
+        decoder_of({"model_type": "llava", "text_config": {**TEXT, "model_type": "made-up"}}, [])
