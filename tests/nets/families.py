@@ -142,6 +142,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ministral": ("MinistralForCausalLM", {**_SIZES, "sliding_window": 5, "layer_types": _ALTERNATING}),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            **_SIZES,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                **_NTK,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "gemma": ("GemmaForCausalLM", _SIZES),
     "olmo3": ("Olmo3ForCausalLM", {**_WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
     "olmo3-yarn": (

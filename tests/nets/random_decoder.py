@@ -45,6 +45,8 @@ FEATURES = dataclasses.replace(
     sinks=True,
     activation="gelu_tanh",
     attention_scale=0.5,
+    temperature_scale=0.3,
+    temperature_length=4,
     attention_cap=2.0,
     logit_cap=9.0,
     embed_scale=3.0,
@@ -177,7 +179,8 @@ def _attended(
     out, window = np.zeros((len(q), v.shape[1])), c.window_of(i) or len(q)
     for t in range(len(q)):
         first = max(t + 1 - window, 0)
-        logits = k[first : t + 1] @ q[t] * (c.attention_scale or c.head_dim**-0.5)
+        growth = 1 + c.temperature_scale * np.log(1 + t // c.temperature_length)
+        logits = k[first : t + 1] @ q[t] * growth * (c.attention_scale or c.head_dim**-0.5)
         if c.attention_cap:
             logits = c.attention_cap * np.tanh(logits / c.attention_cap)
         weights = np.exp(logits)

@@ -176,6 +176,8 @@ class DecoderConfig:
         activation: the activation of the gate.
         activation_limit: the limit of "clamped_swiglu".
         attention_scale: multiplies the products of queries and keys; 0: `head_dim ** -0.5`.
+        temperature_scale: b; queries of position p are multiplied by `1 + b log(1 + floor(p / temperature_length))` (Ministral 3).
+        temperature_length: the positions whose queries are multiplied by 1.
         attention_cap: soft cap of attention logits, `cap tanh(x / cap)`; 0: none.
         logit_cap: soft cap of the output logits; 0: none.
         embed_scale: multiplies the embeddings.
@@ -227,6 +229,8 @@ class DecoderConfig:
     activation: Activation = "silu"
     activation_limit: float = 7.0
     attention_scale: float = 0.0
+    temperature_scale: float = 0.0
+    temperature_length: int = 8192
     attention_cap: float = 0.0
     logit_cap: float = 0.0
     embed_scale: float = 1.0
@@ -241,7 +245,7 @@ class DecoderConfig:
     scaled_inputs: tuple[ChangedInput, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        for name in (*_SIZES, "temperature_length"):
             _check_size(name, getattr(self, name))
         for name in ("norm_eps", "rope_theta", "activation_limit", "embed_scale", "residual_scale", "logit_scale"):
             _check_positive(name, getattr(self, name))
@@ -399,6 +403,7 @@ _SIZES = ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "hidden",
 _ALWAYS = (*_SIZES, "norm_eps", "rope_theta", "rope", "tied")
 _POSITIVE_OR_NONE = (
     "attention_scale",
+    "temperature_scale",
     "attention_cap",
     "logit_cap",
     "window_rope_theta",

@@ -251,6 +251,7 @@ def _block(
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
         attn, window = layer["attn"], windows.of_layer(index)
         q, k, v = _heads(_before(x, attn, config), attn, rotations.of_layer(index), config, is_absorbed)
+        q = rotations.tempered(q)
         if cache is not None:
             cache = cache.written(index, k, v)
             blocks = cache.blocks(index, k, v, window)

@@ -52,6 +52,7 @@ class LayerRotations:
         used = sorted(set(self.indices))
         self.indices = tuple(used.index(index) for index in self.indices)
         self.tables = [_placed(config, index, start, tokens, max_length, count) for index in used]
+        self.gains = _query_gains(config, start, tokens)
 
     def of_layer(self, layer: Int[Array, ""] | int) -> tuple[Any, Any]:
         """Cosines and sines `[T, rotary_dim / 2]` of a layer, which `lax.scan` traces."""
@@ -62,6 +63,21 @@ class LayerRotations:
         index = jnp.asarray(self.indices, jnp.int32)[layer]
         cos, sin = (jnp.stack(list(map(jnp.asarray, tables))) for tables in zip(*self.tables, strict=True))
         return cos[index], sin[index]
+
+    def tempered(self, q: Float[Array, "B H T h"]) -> Float[Array, "B H T h"]:
+        """The queries, multiplied by the gain of their position if the configuration has one."""
+        if self.gains is None:
+            return q
+        return (q.astype(jnp.float32) * self.gains[None, None, :, None]).astype(q.dtype)
+
+
+def _query_gains(config: DecoderConfig, start: Array | int, tokens: int) -> Array | None:
+    """The factors of the queries of T tokens from `start` on. None if all are 1."""
+    if not config.temperature_scale:
+        return None
+    positions = start + jnp.arange(tokens, dtype=jnp.int32)
+    periods = (positions // config.temperature_length).astype(jnp.float32)
+    return 1 + config.temperature_scale * jnp.log1p(periods)
 
 
 _MAIN, _WINDOW, _NONE = 0, 1, 2

@@ -21,6 +21,12 @@ class _Mistral(Windowed, kw_only=True):
     window: Count | None = msgspec.field(name="sliding_window", default=4096)
 
 
+class _Ministral3(Windowed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
+    head_dim: Positive | None = 128
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+
+
 class _Mixtral(Windowed, kw_only=True):
     kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
     norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
@@ -45,6 +51,36 @@ def _ministral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     return decoder_config(found, **window_fields(found.layer_types or of_layers, found.window))
 
 
+def _ministral3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """Ministral 3, whose queries grow with their position, by the parameters of its rotary embedding."""
+    found = read_config(obj, _Ministral3, names)
+    rope = found.rope_parameters or found.rope_scaling or _YARN
+    found.rope_scaling, found.rope_parameters = None, {key: rope[key] for key in rope if key not in _TEMPERATURE}
+    length = rope.get("original_max_position_embeddings") or found.context
+    return decoder_config(
+        found,
+        theta=1_000_000.0,
+        window=found.window or 0,
+        temperature_scale=rope.get(_TEMPERATURE[0]) or 0.0,
+        temperature_length=length,
+    )
+
+
+_TEMPERATURE = ("llama_4_scaling_beta", "max_position_embeddings")
+"""The parameters of rotary embedding of Ministral 3 that others do not have."""
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
 def _mixtral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Mixtral, names)
     experts = Experts(found.experts, found.active, found.hidden)
@@ -55,5 +91,6 @@ FAMILIES = (
     Family("llama", "Llama 2, 3", _llama, gguf="llama", permutes=True),
     Family("mistral", "Mistral", _mistral, gguf="llama", permutes=True),
     Family("ministral", "Ministral", _ministral),
+    Family("ministral3", "Ministral 3", _ministral3),
     Family("mixtral", "Mixtral", _mixtral, hf_table(MIXTRAL_NAMES), gguf="llama", permutes=True),
 )
