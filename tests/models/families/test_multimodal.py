@@ -14,6 +14,7 @@ from fewbit import QuantError, UnsupportedError, workflows
 from fewbit.models import forward
 from fewbit.models.families.multimodal import decoder_of, language_config
 from fewbit.workflows.convert.gguf import write_gguf
+from fewbit.workflows.methods.importance_file import tensor_names
 from tests.io.gguf.families import save_tokenizer
 from tests.nets.families import _SIZES, their_logits
 from tests.nets.multimodal import CASES, theirs
@@ -98,6 +99,7 @@ def test_a_gguf_file_has_the_language_model(opened: Any, tmp_path: Any):
     path = write_gguf(model, ((name, model.load(name)) for name in model.info), tmp_path / "m.gguf")
     again = workflows.load(path)
     assert again.metadata["general.architecture"] == "gemma3" and not again.others
+    assert tensor_names(model, "layers/0/mlp/up") == ("blk.0.ffn_up.weight",)  # of importance matrices
     expected = logits(model)
     np.testing.assert_allclose(logits(again), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 

@@ -16,6 +16,7 @@ from ...io.gguf.imatrix import ImportanceMatrix, read_imatrix
 from ...methods.imatrix import IMatrix
 from ...models.families.family import GGUF
 from ...models.families.gguf import gguf_table_of
+from ...models.families.multimodal import language_config
 from ...models.families.table import family_of
 from ...recipe.method import AbstractMethod
 from ...recipe.plan import Plan
@@ -131,7 +132,7 @@ def tensor_names(model: Model, path: str) -> tuple[str, ...]:
     if model.kind == "gguf":
         table = gguf_table_of(model.metadata)
     elif "model_type" in model.metadata:
-        table = family_of(model.metadata).gguf_table
+        table = family_of(language_config(model.metadata)).gguf_table
     stacked = EXPERT.sub("experts/", path)
     parts = (stacked,)
     if stacked.endswith("/experts/gate+up"):
