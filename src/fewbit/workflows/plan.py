@@ -153,7 +153,8 @@ def _resolved(model: Model, recipe: RecipeSpec) -> Plan:
 
     The recipe is resolved against the traced model, or against flat tensors.
     """
-    structs = {path: _struct(info) for path, info in model.info.items() if path not in model.others}
+    others = dict.fromkeys(model.others)
+    structs = {path: _struct(info) for path, info in model.info.items() if path not in others}
     config = model.config
     if config is None:
         shapes = {path: info.shape for path, info in model.info.items()}
@@ -168,7 +169,7 @@ def _resolved(model: Model, recipe: RecipeSpec) -> Plan:
 
         plan = make_plan(logits, structs, tokens, recipe=recipe)
     rows = {row.path: row for row in plan}
-    for path in model.others:
+    for path in others:
         rows[path] = dataclasses.replace(_kept(path, model.info[path], model.kind), reason=_OTHER)
     return dataclasses.replace(plan, rows=tuple(rows[path] for path in model.info))
 

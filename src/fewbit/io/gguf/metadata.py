@@ -190,22 +190,10 @@ def _check_exaone(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
-    """Refuses layers that differ from those that llama.cpp has built in."""
-    layers = config.get("num_hidden_layers") or 0
-    name, step, kinds = architecture.name, architecture.window_pattern, config.get("layer_types")
-    if name == "deepseek2":
-        _check_deepseek(config)
-    if name == "exaone4":
-        _check_exaone(config)
-    heads = config.get("num_attention_heads")
-    if name in _ALL_HEADS and (config.get("num_key_value_heads") or heads) != heads:
-        raise UnsupportedError(f"llama.cpp runs {name} only with as many heads of keys as of queries")
-    if name == "glm4moe" and not config.get("n_shared_experts"):
-        raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
-    if architecture.stores_windows and (kinds or not config.get("sliding_window")):
-        pass  # which layers have a window is in the file
-    elif kinds:
+def _check_windows(architecture: Architecture, config: Mapping[str, Any]) -> None:
+    """Refuses another pattern of sliding windows than the built-in one."""
+    name, step = architecture.name, architecture.window_pattern
+    if kinds := config.get("layer_types"):
         full = [kind == "full_attention" for kind in kinds]
         expected = [step == 0 or (i + 1) % step == 0 for i in range(len(full))]
         if full != expected:
@@ -215,6 +203,23 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
             f"every {step}th layer of {name} has no sliding window in llama.cpp; sliding_window_pattern is "
             f"{config['sliding_window_pattern']}"
         )
+
+
+def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
+    """Refuses layers that differ from those that llama.cpp has built in."""
+    layers = config.get("num_hidden_layers") or 0
+    name = architecture.name
+    if name == "deepseek2":
+        _check_deepseek(config)
+    if name == "exaone4":
+        _check_exaone(config)
+    heads = config.get("num_attention_heads")
+    if name in _ALL_HEADS and (config.get("num_key_value_heads") or heads) != heads:
+        raise UnsupportedError(f"llama.cpp runs {name} only with as many heads of keys as of queries")
+    if name == "glm4moe" and not config.get("n_shared_experts"):
+        raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
+    if not architecture.stores_windows or (config.get("sliding_window") and not config.get("layer_types")):
+        _check_windows(architecture, config)
     if name == "smollm3":
         rotated, interval = config.get("no_rope_layers") or [], config.get("no_rope_layer_interval")
         if not rotated and interval != _NO_ROPE_STEP:

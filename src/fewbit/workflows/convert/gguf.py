@@ -233,9 +233,9 @@ def _from_hugging_face(
     model: Model, config: Mapping[str, Any], names: Mapping[str, str], ternary: str, *, is_permuted: bool
 ) -> _Source:
     """The metadata and conversions of a Hugging Face checkpoint. `names` are its names by path, where they differ."""
-    package = gguf_package(f"writing {model.path} as GGUF")
+    package, others = gguf_package(f"writing {model.path} as GGUF"), frozenset(model.others)
     architecture = architecture_of(config)
-    by_name = {names.get(path, path): info for path, info in model.info.items() if path not in model.others}
+    by_name = {names.get(path, path): info for path, info in model.info.items() if path not in others}
     conversion = Conversion(architecture, config, package, is_permuted and architecture.is_permuted, ternary)
     conversion.check_names(by_name)
     if _EMBEDDING not in by_name:
@@ -247,11 +247,11 @@ def _from_hugging_face(
 
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         yield from extra_tensors(architecture, config).items()
-        own = ((path, value) for path, value in tensors if path not in model.others)
+        own = ((path, value) for path, value in tensors if path not in others)
         yield from conversion.tensors((names.get(path, path), value) for path, value in own)
 
     def targets(path: str) -> tuple[str, ...]:
-        return () if path in model.others else conversion.targets(names.get(path, path))
+        return () if path in others else conversion.targets(names.get(path, path))
 
     applies = functools.partial(applies_scale, architecture.name)
     return _Source(architecture.name, applies, fields, targets, converted)
