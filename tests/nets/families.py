@@ -171,6 +171,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("OlmoeForCausalLM", {**_WIDE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "glm": ("GlmForCausalLM", _SIZES),
+    "glm4": ("Glm4ForCausalLM", _SIZES),
     "glm4_moe": ("Glm4MoeForCausalLM", {**_ROUTED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",

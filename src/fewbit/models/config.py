@@ -184,6 +184,7 @@ class DecoderConfig:
         residual_scale: multiplies the output of each block before it is added (Granite).
         logit_scale: multiplies the output logits.
         fused: whether the checkpoint has one leaf for q, k and v, and one for gate and up (Phi-3).
+        fused_mlp: whether it has one leaf for gate and up alone (GLM-4).
         experts: the mixture of experts; None: every layer is dense.
         latent: multi-head latent attention; None: grouped-query attention.
         extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
@@ -237,6 +238,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     fused: bool = False
+    fused_mlp: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
     extra_layers: int = 0
@@ -253,7 +255,17 @@ class DecoderConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise QuantError(f"{name} is {value!r}, must be a positive number, or 0 for none")
-        for name in ("tied", "qkv_bias", "o_bias", "mlp_bias", "sinks", "fused", "sub_norms", "rotated_outputs"):
+        for name in (
+            "tied",
+            "qkv_bias",
+            "o_bias",
+            "mlp_bias",
+            "sinks",
+            "fused",
+            "fused_mlp",
+            "sub_norms",
+            "rotated_outputs",
+        ):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise QuantError(f"{name} is {value!r}, must be true or false")
@@ -273,7 +285,7 @@ class DecoderConfig:
                 f"{name} is {getattr(self, name)}, must be even and no larger than the head: rotary embedding rotates pairs "
                 "of coordinates"
             )
-        if self.fused and self.mlp_bias:
+        if (self.fused or self.fused_mlp) and self.mlp_bias:
             raise QuantError("fused and mlp_bias are true: biases of fused gate and up projections are not supported")
         if isinstance(self.rope_scaling, Yarn) and self.rope_theta == 1:
             raise QuantError("rope_theta is 1, whose logarithm YaRN divides by; expected another base")

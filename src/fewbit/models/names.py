@@ -154,7 +154,7 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield "mlp/norm", (D,)
     if experts is not None:
         yield from _expert_shapes(experts, D)
-    elif config.fused:
+    elif config.fused or config.fused_mlp:
         yield from (("mlp/gate+up", (2 * F, D)), ("mlp/down", (D, F)))
     else:
         yield from _block_shapes("mlp", D, F)

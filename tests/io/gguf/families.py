@@ -125,6 +125,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA3_ROPE}),
     "exaone4-64": ("exaone4", {"sliding_window": 8, "num_hidden_layers": 64, "hidden_size": 32, "intermediate_size": 32}),
     "ernie4-5": ("ernie4_5", {"head_dim": 32}),
+    "glm4": ("glm4", {"head_dim": 32}),
     "glm4-moe": ("glm4_moe", {**_ROUTED, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "glm4-moe-plain": ("glm4_moe", {**_ROUTED, "head_dim": 32, "norm_topk_prob": False}),
     "dots1": (

@@ -238,6 +238,11 @@ ARCHITECTURES = {
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5, **_TIED},
         assumed={**_SILU, "use_bias": (False,)},
     ),
+    "glm4": Architecture(
+        "glm4",
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
+        assumed=_SILU,
+    ),
     "glm4_moe": Architecture(
         "glm4moe",
         (*_HEAD, *_ROUTED),

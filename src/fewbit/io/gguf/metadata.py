@@ -22,7 +22,7 @@ _NORMALIZED = ("glm4moe", "dots1")
 """The architectures whose files say whether the weights of the active experts are divided by their sum."""
 _ALL_HEADS = ("olmoe", "dots1")
 """The architectures without grouped queries."""
-_PARTLY_ROTATED = ("phi3", "glm4moe", "minimax-m2")
+_PARTLY_ROTATED = ("phi3", "glm4", "glm4moe", "minimax-m2")
 """The architectures where a part of each head may rotate."""
 _NO_ROPE_STEP = 4  # SmolLM3: llama.cpp rotates all but every fourth layer
 

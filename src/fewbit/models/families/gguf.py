@@ -329,6 +329,10 @@ def _exaone4(found: _Gguf) -> dict[str, Any]:
     return {**fields, **windows, "nope_layers": tuple(i for i in range(64) if i not in windows["window_layers"])}
 
 
+def _glm4(found: _Gguf) -> dict[str, Any]:
+    return {"rope": "interleaved", "norms": "sandwich", "fused_mlp": True}
+
+
 def _olmoe(found: _Gguf) -> dict[str, Any]:
     return {"qk_norm": "projection"}
 
@@ -459,6 +463,7 @@ ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
     "seed_oss": _plain,
     "exaone4": _exaone4,
     "ernie4_5": _llama,
+    "glm4": _glm4,
     "glm4moe": _plain,
     "dots1": _qwen3,
     "minimax-m2": _olmoe,

@@ -1,5 +1,6 @@
-"""GLM-4.5 to 4.7, dots.llm1 and MiniMax-M2: DeepSeek-V3's router over grouped-query attention, or over latent attention."""
+"""GLM-4; and GLM-4.5 to 4.7, dots.llm1 and MiniMax-M2, with DeepSeek-V3's router."""
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,7 +13,15 @@ from .experts import MIXTRAL_NAMES, ROUTED_NAMES, Routed, routed_experts
 from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless, window_fields
 
 
-class _Glm(Routed, kw_only=True):
+class _Glm4(Common, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=2)
+    head_dim: Positive | None = 128
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1.5625e-7)
+    partial_rotary: Number | None = msgspec.field(name="partial_rotary_factor", default=0.5)
+    attention_bias: bool = True
+
+
+class _GlmMoe(Routed, kw_only=True):
     kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
     norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
     partial_rotary: Number | None = msgspec.field(name="partial_rotary_factor", default=0.5)
@@ -63,7 +72,16 @@ class _MiniMax(Common, kw_only=True):
 
 
 def _glm(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    found = read_config(obj, _Glm, names)
+    found = read_config(obj, _Glm4, names)
+    return decoder_config(found, rope="interleaved", rotates_part=True, fused_mlp=True, qkv_bias=found.attention_bias)
+
+
+def _glm4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    return dataclasses.replace(_glm(obj, names), norms="sandwich")
+
+
+def _glm_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _GlmMoe, names)
     return decoder_config(
         found,
         rotates_part=True,
@@ -128,8 +146,19 @@ _GGUF = gguf_table(_CORRECTIONS)
 _GLM_GGUF = gguf_table({**_CORRECTIONS, "mlp/norm": "post_attention_norm.weight"})
 _MINIMAX_NAMES = {**MIXTRAL_NAMES, "mlp/router_correction_bias": "block_sparse_moe.e_score_correction_bias"}
 
+_FUSED = {"mlp/gate+up": "mlp.gate_up_proj.weight"}
+_FOUR_NORMS = {
+    "attn/post_norm": "post_self_attn_layernorm.weight",
+    "mlp/norm": "post_attention_layernorm.weight",
+    "mlp/post_norm": "post_mlp_layernorm.weight",
+}
+
 FAMILIES = (
-    Family("glm4_moe", "GLM-4.5, 4.6", _glm, hf_table(ROUTED_NAMES), "glm4moe", _GLM_GGUF),
+    Family("glm", "GLM-4 (2024)", _glm, hf_table(_FUSED)),
+    Family(
+        "glm4", "GLM-4", _glm4, hf_table({**_FUSED, **_FOUR_NORMS}), "glm4", gguf_table({"mlp/gate+up": "ffn_up.weight"})
+    ),
+    Family("glm4_moe", "GLM-4.5, 4.6", _glm_moe, hf_table(ROUTED_NAMES), "glm4moe", _GLM_GGUF),
     Family("glm4_moe_lite", "GLM-4.7-Flash", _glm_lite, hf_table(LATENT_NAMES), "deepseek2", LATENT_GGUF),
     Family("dots1", "dots.llm1", _dots, hf_table(ROUTED_NAMES), "dots1", _GGUF),
     Family("minimax_m2", "MiniMax-M2", _minimax, hf_table(_MINIMAX_NAMES), "minimax-m2", _GGUF),
