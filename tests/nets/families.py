@@ -129,6 +129,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{name: value for name, value in _WIDE.items() if name != "intermediate_size"},
+            "shared_intermediate_size": 40,
+            "num_local_experts": 0,
+            "layer_types": ["attention"] * 3,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+            "mamba_n_heads": 4,
+        },
+    ),
+    "granitemoehybrid-nope": (
+        "GraniteMoeHybridForCausalLM",
+        {**_WIDE, "num_local_experts": 0, "layer_types": ["attention"] * 3, "mamba_n_heads": 4},
+    ),
     "granitemoe": (
         "GraniteMoeForCausalLM",
         {

@@ -277,6 +277,21 @@ def test_the_first_gemma_names_another_gelu_than_it_means():
         config_from_hf({**form, "hidden_act": "silu"})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["attention", "mamba", "attention"]}, "layer_types = 'mamba'; supported is 'attention'"),
+        ({"layer_types": None}, "layer_types = 'mamba'"),
+        ({"num_local_experts": 4}, "num_local_experts = 4; supported is 0"),
+        ({"normalization_function": "layernorm"}, "normalization_function = 'layernorm'"),
+    ],
+    ids=["mamba", "default", "experts", "norms"],
+)
+def test_granite_4_refuses(change: dict[str, Any], message: str):
+    with pytest.raises(UnsupportedError, match=message):
+        config_from_hf({**CASES["granitemoehybrid"][1], "model_type": "granitemoehybrid", **change})
+
+
 def test_layers_of_glm_flash_are_dense_first():
     form = {**CASES["glm4_moe_lite"][1], "model_type": "glm4_moe_lite"}
     config = config_from_hf({**form, "mlp_layer_types": ["dense", "dense", "sparse"]})
