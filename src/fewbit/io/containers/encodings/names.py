@@ -11,7 +11,7 @@ def linear_modules(kept: Sequence[str], quantized: Collection[str], patterns: Se
 
     Those with a weight among the tensors that are kept, but for norms and the input embedding, which are no linear layers; and
     the output layer, which may be tied and have no tensor. A part of the model without a quantized weight is named as a whole,
-    because transformers may have its modules under other names than its files.
+    too, because transformers may have its modules under other names than its files.
 
     Args:
         kept: the names of the tensors that are not quantized.
@@ -20,14 +20,13 @@ def linear_modules(kept: Sequence[str], quantized: Collection[str], patterns: Se
 
     >>> linear_modules(["model.norm.weight", "m.gate.weight", "m.up.bias"], ["m.up"])
     ['m.gate', 'lm_head']
-    >>> linear_modules(["model.vision_tower.layers.0.up.weight"], ["model.layers.0.up"], ["re:.*{}.*"])
-    ['lm_head', 're:.*vision_tower.*']
+    >>> linear_modules(["vision_tower.layers.0.up.weight"], ["model.layers.0.up"], ["re:.*{}.*"])
+    ['vision_tower.layers.0.up', 'lm_head', 're:.*vision_tower.*']
     """
-    apart = parts_apart(kept, quantized)
-    owners = [name.removesuffix(".weight") for name in kept if name.endswith(".weight") and _part(name) not in apart]
+    owners = [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
     owners = [owner for owner in owners if not owner.endswith(("norm", "embed_tokens"))]
     owners = [owner for owner in dict.fromkeys((*owners, "lm_head")) if owner not in quantized]
-    return owners + [pattern.format(part) for part in apart for pattern in patterns]
+    return owners + [pattern.format(part) for part in parts_apart(kept, quantized) for pattern in patterns]
 
 
 def parts_apart(kept: Sequence[str], quantized: Collection[str]) -> list[str]:
