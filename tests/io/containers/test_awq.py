@@ -70,8 +70,12 @@ def test_codes_are_in_the_order_of_the_columns():
 
 def test_what_stays_in_float_is_named():
     weight, _ = quantized("uint4_f16_g32", (N, K))
-    settings = AWQ().files([weight], ["a.mlp.gate.weight", "a.post_norm.weight", "b.bias"], {}).config["quantization_config"]
-    assert settings["modules_to_not_convert"] == ["a.mlp.gate", "lm_head"] and settings["group_size"] == 32
+    settings = (
+        AWQ()
+        .files([weight], ["model.layers.0.mlp.gate.weight", "model.layers.0.post_norm.weight", "b.bias"], {})
+        .config["quantization_config"]
+    )
+    assert settings["modules_to_not_convert"] == ["model.layers.0.mlp.gate", "lm_head"] and settings["group_size"] == 32
     with pytest.raises(UnsupportedError, match=r"one group size; the weights have \[-1, 32\]"):
         AWQ().files([weight, quantized("uint4_f16", (N, K))[0]], [], {})
 

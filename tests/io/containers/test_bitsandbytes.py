@@ -168,8 +168,10 @@ def test_fp4_has_its_own_order():
 
 def test_one_kind_of_weights_and_the_modules_that_stay_in_float():
     weight, _ = quantized("nf4_dq", SHAPE, "bfloat16")
-    settings = BitsAndBytes().files([weight], ["a.gate.weight", "norm.weight"], {}).config["quantization_config"]
-    assert settings["llm_int8_skip_modules"] == ["a.gate", "lm_head"]
+    settings = (
+        BitsAndBytes().files([weight], ["model.layers.0.gate.weight", "norm.weight"], {}).config["quantization_config"]
+    )
+    assert settings["llm_int8_skip_modules"] == ["model.layers.0.gate", "lm_head"]
     assert (settings["bnb_4bit_quant_type"], settings["bnb_4bit_use_double_quant"]) == ("nf4", True)
     assert settings["load_in_4bit"] and not settings["load_in_8bit"] and settings["bnb_4bit_compute_dtype"] == "bfloat16"
     with pytest.raises(UnsupportedError, match=r"one kind of weights .*, not nf4, nf4_dq"):

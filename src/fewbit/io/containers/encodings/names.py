@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-MODULE_PATTERNS = ("{}", r"(?:.*\.)?{}")
-"""A part of a model as vLLM and transformers look for it: in a module's name, and as a regular expression from its start."""
+MODULE_PATTERNS = ("{}.", r"(?:.*\.)?{}")
+"""A part of a model as vLLM and transformers look for it: within a module's name, and as a regular expression from its start."""
 
 
 def linear_modules(kept: Sequence[str], quantized: Collection[str], patterns: Sequence[str] = MODULE_PATTERNS) -> list[str]:
