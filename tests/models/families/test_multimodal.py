@@ -13,6 +13,7 @@ import fewbit as fb
 from fewbit import QuantError, UnsupportedError, workflows
 from fewbit.models import forward
 from fewbit.models.families.multimodal import decoder_of, language_config
+from fewbit.models.rope_scaling import Linear
 from fewbit.workflows.convert.gguf import write_gguf
 from fewbit.workflows.methods.importance_file import tensor_names
 from tests.io.gguf.families import save_tokenizer
@@ -133,6 +134,61 @@ def test_the_outer_configuration_says_whether_the_head_is_tied():
     assert not config.tied and table.name("head") == "language_model.lm_head.weight"
     assert table.name("layers/1/attn/q") == "language_model.model.layers.1.self_attn.q_proj.weight"
     assert [table.is_other(name) for name in names] == [False, False, True]
+
+
+def test_the_configuration_that_gemma_3_published():
+    """Its `text_config` relies on the defaults of transformers."""
+    inner = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    outer = {"model_type": "gemma3", "text_config": inner, "mm_tokens_per_image": 256, "boi_token_index": 255999}
+    config, table = decoder_of(outer, [f"language_model.model.{name}" for name in ("embed_tokens.weight", *"abc" * 40)])
+    assert (config.vocab, config.heads, config.kv_heads, config.head_dim, config.context) == (262208, 8, 4, 256, 131072)
+    assert (config.rope_scaling, config.rope_theta, config.window_rope_theta) == (Linear(8.0), 1e6, 1e4)
+    assert config.window == 1024 and 5 not in config.window_layers and len(config.window_layers) == 29
+    assert config.tied and table.name("norm") == "language_model.model.norm.weight"
+    assert table.is_other("vision_tower.vision_model.post_layernorm.weight")
+
+
+def test_the_configuration_that_llava_published():
+    inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    names = [f"language_model.model.{name}" for name in ("embed_tokens.weight", *"abcdefghijkl" * 10)]
+    config, _ = decoder_of({"model_type": "llava", "text_config": inner}, names)
+    assert (config.vocab, config.width, config.layers, config.context) == (32064, 4096, 32, 4096)
+
+
+def test_the_configuration_that_qwen2_5_vl_published():
+    """It has no `text_config`: the keys of the language model stand beside those of its parts."""
+    outer = {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vision_config": {"depth": 32, "hidden_size": 1280},
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_start_token_id": 151652,
+        "image_token_id": 151655,
+        "vocab_size": 152064,
+    }
+    names = ["model.embed_tokens.weight", "lm_head.weight", "visual.blocks.0.attn.qkv.weight", *"abcdefghijkl" * 10]
+    config, table = decoder_of(outer, names)
+    assert (config.layers, config.rope_scaling, config.qkv_bias, config.window) == (28, None, True, 0)
+    assert [table.is_other(name) for name in names[:3]] == [False, False, True]
 
 
 def test_what_has_no_language_model_is_refused():

@@ -46,11 +46,6 @@ class _Gemma2(_Scaled, kw_only=True):
 
 
 class _Gemma3(_Scaled, kw_only=True):
-    """The defaults are those on which the `text_config` of multimodal checkpoints relies."""
-
-    vocab: Positive = msgspec.field(name="vocab_size", default=262_208)
-    heads: Positive = msgspec.field(name="num_attention_heads", default=8)
-    context: Positive = msgspec.field(name="max_position_embeddings", default=131_072)
     kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=4)
     logit_cap: Number | None = msgspec.field(name="final_logit_softcapping", default=None)
     pattern: Positive = msgspec.field(name="sliding_window_pattern", default=6)

@@ -23,6 +23,35 @@ _ALONE = {
     "qwen3_vl_text": "qwen3",
 }
 """The `model_type` of the same language model without other parts."""
+_FLAT = ("qwen2_vl", "qwen2_5_vl")
+"""The `model_type` of checkpoints whose config.json may be that of the language model itself, with a `vision_config` in it."""
+_SILENT: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 131072,
+    },
+}
+"""What transformers assumes where a `text_config` is silent, by its `model_type`."""
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """What rotary embedding has for positions in images."""
 
@@ -31,12 +60,15 @@ def language_config(obj: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the language model, as if it were alone.
 
     Args:
-        obj: the JSON object of the checkpoint; one without a `text_config` comes back unchanged.
+        obj: the JSON object of the checkpoint; that of a language model alone comes back unchanged.
     """
-    inner = obj.get("text_config")
-    if not isinstance(inner, Mapping) or obj.get("model_type") in FAMILIES:
+    inner, kind = obj.get("text_config"), obj.get("model_type")
+    if inner is None and kind in _FLAT:
+        inner = {**obj, "model_type": f"{kind}_text", "vision_config": None}
+    if not isinstance(inner, Mapping) or kind in FAMILIES:
         return obj
-    found = {**inner, "model_type": _ALONE.get(str(inner.get("model_type")), inner.get("model_type"))}
+    kind = str(inner.get("model_type"))
+    found = {**_SILENT.get(kind, {}), **inner, "model_type": _ALONE.get(kind, inner.get("model_type"))}
     if isinstance(obj.get("tie_word_embeddings"), bool):
         found["tie_word_embeddings"] = obj["tie_word_embeddings"]
     for key in ("rope_scaling", "rope_parameters"):
