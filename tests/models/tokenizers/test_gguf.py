@@ -69,7 +69,7 @@ def test_generations_end_where_llama_cpp_ends_them():
         tokenizer_from_gguf(with_control("<a>", eot=1))
 
 
-@pytest.mark.parametrize("name", ["smollm", "dbrx", "qwen2", "tekken", "gpt-4o"])
+@pytest.mark.parametrize("name", ["smollm", "dbrx", "qwen2", "seed-coder", "tekken", "gpt-4o"])
 def test_a_gguf_tokenizer_splits_as_the_tokenizer_that_it_was_written_from(name):
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 
@@ -200,15 +200,27 @@ KINDS = {
     "qwen3": [("gpt2", "qwen2")],
     "qwen2_moe": [("gpt2", "qwen2")],
     "qwen3_moe": [("gpt2", "qwen2")],
+    "gemma": [("llama", "default")],
     "gemma2": [("llama", "default")],
     "gemma3_text": [("llama", "default")],
     "phi3": [("llama", "default"), ("gpt2", "dbrx")],
     "olmo2": [("gpt2", "dbrx")],
+    "olmo3": [("gpt2", "dbrx")],
+    "olmoe": [("gpt2", "olmo")],
     "smollm3": [("gpt2", "smaug-bpe")],
     "granite": [("gpt2", "refact"), ("gpt2", "dbrx")],
+    "granitemoe": [("gpt2", "refact")],
     "gpt_oss": [("gpt2", "gpt-4o")],
     "deepseek_v2": [("gpt2", "deepseek-v3")],
     "deepseek_v3": [("gpt2", "deepseek-v3")],
+    "glm4": [("gpt2", "glm4"), ("gpt2", "chatglm-bpe")],
+    "glm4_moe": [("gpt2", "glm4")],
+    "glm4_moe_lite": [("gpt2", "glm4")],
+    "dots1": [("gpt2", "qwen2")],
+    "minimax_m2": [("gpt2", "minimax-m2")],
+    "seed_oss": [("gpt2", "seed-coder")],
+    "exaone4": [("gpt2", "exaone4")],
+    "ernie4_5": [("llama", "default")],
 }
 """The `tokenizer.ggml.model` and `tokenizer.ggml.pre` of each family's GGUF files."""
 
@@ -258,7 +270,7 @@ def test_refuses():
     with pytest.raises(UnsupportedError, match="tokenizer is of kind 'bert'; supported are"):
         tokenizer_from_gguf({**gguf_fields(), "tokenizer.ggml.model": "bert"})
     with pytest.raises(
-        UnsupportedError, match="pre-tokenizer is 'falcon'; supported are dbrx, deepseek-r1-qwen, deepseek-v3, default"
+        UnsupportedError, match="pre-tokenizer is 'falcon'; supported are chatglm-bpe, dbrx, deepseek-r1-qwen, deepseek-v3, default"
     ):
         tokenizer_from_gguf(gguf_fields("falcon"))
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'tokenizer\.ggml\.merges'"):

@@ -28,7 +28,12 @@ _SAME_RULE = {
     "llama-v3": "dbrx",
     "llama3": "dbrx",
     "smaug-bpe": "dbrx",
+    "glm4": "dbrx",
+    "chatglm-bpe": "dbrx",
     "deepseek-r1-qwen": "qwen2",
+    "minimax-m2": "gpt-4o",
+    "exaone4": "gpt-2",
+    "olmo": "gpt-2",
 }
 """Names of rules that split text as another one does."""
 
