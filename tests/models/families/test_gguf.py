@@ -110,6 +110,18 @@ def test_olmo_3_has_windows_and_scaled_frequencies_only_outside_them():
     assert (config.rope_scaling, config.window_rope_theta) == (Yarn(8.0, 16), 500.0)
 
 
+def test_layers_for_multi_token_prediction_are_left_out():
+    settings = {**CASES["glm4_moe"][1], "model_type": "glm4_moe", "num_nextn_predict_layers": 0}
+    config, family = config_from_hf(settings), FAMILIES["glm4_moe"]
+    fields, arrays = as_gguf(random_params(config), config, family)
+    arrays |= {f"blk.3.{name}.weight": arrays["blk.2.attn_q.weight"] for name in ("attn_q", "nextn.eh_proj")}
+    found = config_from_gguf({**fields, "glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}, arrays)
+    assert (found.layers, found.extra_layers) == (3, 1)
+    assert len(params_from_named(arrays, family.gguf_table, found)["layers"]) == 3
+    with pytest.raises(QuantError, match="has 1 layers, and 1 of them for multi-token prediction"):
+        config_from_gguf({**fields, "glm4moe.block_count": 1, "glm4moe.nextn_predict_layers": 1}, arrays)
+
+
 @pytest.mark.parametrize(
     ("pattern", "layers"),
     [(3, (0, 1, 3)), (1, None), ([True, False, False, True], (0, 3)), ([False] * 4, None), ([True] * 4, ())],

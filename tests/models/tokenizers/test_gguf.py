@@ -270,7 +270,8 @@ def test_refuses():
     with pytest.raises(UnsupportedError, match="tokenizer is of kind 'bert'; supported are"):
         tokenizer_from_gguf({**gguf_fields(), "tokenizer.ggml.model": "bert"})
     with pytest.raises(
-        UnsupportedError, match="pre-tokenizer is 'falcon'; supported are chatglm-bpe, dbrx, deepseek-r1-qwen, deepseek-v3, default"
+        UnsupportedError,
+        match="pre-tokenizer is 'falcon'; supported are chatglm-bpe, dbrx, deepseek-r1-qwen, deepseek-v3, default",
     ):
         tokenizer_from_gguf(gguf_fields("falcon"))
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'tokenizer\.ggml\.merges'"):

@@ -178,6 +178,22 @@ def test_a_gguf_file_passes_through(written, tmp_path):
     assert same.read_bytes() == written.read_bytes()
 
 
+def test_layers_for_multi_token_prediction_are_left_out_of_a_gguf_file(written, tmp_path):
+    """Also of its metadata, from which llama.cpp takes the tensors that must be there."""
+    header, tensors = read_header(np.fromfile(written, np.uint8), str(written)), io.read(written).tensors
+    fields = {**header.encoded, "llama.block_count": 3, "llama.nextn_predict_layers": 1}
+    with GGUFWriter(tmp_path / "in.gguf", fields) as writer:
+        for name in tensors:
+            writer.add(name, stored(tensors[name], name))
+        for name in ("blk.2.attn_q.weight", "blk.2.nextn.eh_proj.weight"):
+            writer.add(name, np.ones((64, 64), np.float32))
+    model = workflows.load(tmp_path / "in.gguf")
+    assert model.notes[-1].startswith("2 tensors of layers for multi-token prediction are not run")
+    again = io.read(write_gguf(model, unchanged(model), tmp_path / "out.gguf"))
+    assert (again.metadata["llama.block_count"], again.metadata["llama.nextn_predict_layers"]) == (2, 0)
+    assert set(again.tensors) == set(tensors)
+
+
 def test_factors_of_the_rotary_embedding_stay_in_a_gguf_file(directory, tmp_path):
     """As in the files of Llama 3.1: `rope_freqs.weight` is no parameter, and without it the model is another."""
     scaling = {

@@ -206,7 +206,9 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
     """Everything but the model's tensors as in its file, such as the metadata and the factors of the rotary embedding."""
     header = read_header(mapped(model.path), str(model.path))
     names, architecture = {entry.name for entry in header.entries}, str(header.metadata.get("general.architecture"))
-    table, derived = None, dict[str, Stored]()
+    table, derived, fields = None, dict[str, Stored](), dict[str, Field](header.encoded)
+    if model.config is not None and model.config.extra_layers:  # whose tensors are left out
+        fields |= {f"{architecture}.block_count": model.config.layers, f"{architecture}.nextn_predict_layers": 0}
     if model.config is not None:
         table = gguf_table_of(model.metadata)
         if derived_names := [entry.name for entry in header.entries if table.is_derived(entry.name)]:
@@ -226,7 +228,7 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
             tensor = stored(value, f"tensor {target!r}", ternary)
             yield target, with_applied_scale(target, tensor, architecture, is_applied=is_applied(target))
 
-    return _Source(architecture, is_applied, header.encoded, lambda path: (name(path),), converted, header.alignment)
+    return _Source(architecture, is_applied, fields, lambda path: (name(path),), converted, header.alignment)
 
 
 def _from_hugging_face(
