@@ -146,7 +146,6 @@ SUITES = (
         {"io/containers/torchao": "entries reader"},
     ),
     Suite("io/containers/test_bitsandbytes.py", "its blocks", {"io/containers/encodings": "bitsandbytes_blocks"}),
-    Suite("io/containers/encodings/test_stored.py", "its names of modules", {"io/containers/encodings": "names"}),
     Suite("io/containers/test_writer.py", "written directories, read back", {"io/containers": "reader"}),
     Suite("workflows/convert/test_targets.py", "directories of plain floats", {"io/containers": "huggingface"}),
     Suite("io/native/test_writer.py", "files of bounded size", {"io": "shards"}),

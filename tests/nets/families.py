@@ -1,11 +1,15 @@
 """A small random checkpoint of every family that the decoder runs, as transformers makes it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
-_SIZES: dict[str, Any] = {
+from fewbit import workflows
+
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -18,13 +22,13 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-_WIDE = {name: value for name, value in _SIZES.items() if name != "head_dim"}  # heads of 8
+WIDE = {name: value for name, value in SIZES.items() if name != "head_dim"}  # heads of 8
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _NTK = {"rope_theta": 1000.0, "factor": 4.0}
 
 _DEEPSEEK: dict[str, Any] = {
-    **_WIDE,
+    **WIDE,
     "num_key_value_heads": 4,
     "kv_lora_rank": 12,
     "q_lora_rank": 20,
@@ -42,7 +46,7 @@ _DEEPSEEK: dict[str, Any] = {
 }
 
 _ROUTED: dict[str, Any] = {
-    **_SIZES,
+    **SIZES,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -54,16 +58,16 @@ _ROUTED: dict[str, Any] = {
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {**_SIZES, "attention_bias": True, "mlp_bias": True}),
-    "llama-linear": ("LlamaForCausalLM", {**_SIZES, "rope_parameters": {"rope_type": "linear", **_NTK}}),
+    "llama": ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("LlamaForCausalLM", {**SIZES, "rope_parameters": {"rope_type": "linear", **_NTK}}),
     "llama-dynamic": (
         "LlamaForCausalLM",
-        {**_SIZES, "rope_parameters": {"rope_type": "dynamic", **_NTK}, "max_position_embeddings": 12},
+        {**SIZES, "rope_parameters": {"rope_type": "dynamic", **_NTK}, "max_position_embeddings": 12},
     ),
     "llama-llama3": (
         "LlamaForCausalLM",
         {
-            **_SIZES,
+            **SIZES,
             "rope_parameters": {
                 "rope_type": "llama3",
                 **_NTK,
@@ -75,22 +79,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-yarn": (
         "LlamaForCausalLM",
-        {**_SIZES, "rope_parameters": {"rope_type": "yarn", **_NTK, "original_max_position_embeddings": 16}},
+        {**SIZES, "rope_parameters": {"rope_type": "yarn", **_NTK, "original_max_position_embeddings": 16}},
     ),
-    "mistral": ("MistralForCausalLM", {**_SIZES, "sliding_window": 7}),
-    "mixtral": ("MixtralForCausalLM", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": ("Qwen2ForCausalLM", {**_WIDE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen3": ("Qwen3ForCausalLM", {**_SIZES, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": 7}),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2ForCausalLM", {**WIDE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
-        {**_WIDE, **_EXPERTS, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+        {**WIDE, **_EXPERTS, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
     ),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_SIZES, **_EXPERTS, "norm_topk_prob": True}),
-    "gemma2": ("Gemma2ForCausalLM", {**_SIZES, "sliding_window": 6, "query_pre_attn_scalar": 24}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**SIZES, **_EXPERTS, "norm_topk_prob": True}),
+    "gemma2": ("Gemma2ForCausalLM", {**SIZES, "sliding_window": 6, "query_pre_attn_scalar": 24}),
     "gemma3_text": (
         "Gemma3ForCausalLM",
         {
-            **_SIZES,
+            **SIZES,
             "sliding_window": 6,
             "query_pre_attn_scalar": 24,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -100,11 +104,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "phi3": ("Phi3ForCausalLM", {**_WIDE, "sliding_window": 9}),
+    "phi3": ("Phi3ForCausalLM", {**WIDE, "sliding_window": 9}),
     "phi3-longrope": (
         "Phi3ForCausalLM",
         {
-            **_WIDE,
+            **WIDE,
             "hidden_size": 64,
             "original_max_position_embeddings": 16,
             "rope_parameters": {
@@ -116,12 +120,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "olmo2": ("Olmo2ForCausalLM", _WIDE),
-    "smollm3": ("SmolLM3ForCausalLM", {**_WIDE, "no_rope_layer_interval": 2}),
+    "olmo2": ("Olmo2ForCausalLM", WIDE),
+    "smollm3": ("SmolLM3ForCausalLM", {**WIDE, "no_rope_layer_interval": 2}),
     "granite": (
         "GraniteForCausalLM",
         {
-            **_WIDE,
+            **WIDE,
             "attention_bias": True,
             "embedding_multiplier": 3.0,
             "logits_scaling": 2.0,
@@ -132,7 +136,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": (
         "GraniteMoeHybridForCausalLM",
         {
-            **{name: value for name, value in _WIDE.items() if name != "intermediate_size"},
+            **{name: value for name, value in WIDE.items() if name != "intermediate_size"},
             "shared_intermediate_size": 40,
             "num_local_experts": 0,
             "layer_types": ["attention"] * 3,
@@ -146,12 +150,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoehybrid-nope": (
         "GraniteMoeHybridForCausalLM",
-        {**_WIDE, "num_local_experts": 0, "layer_types": ["attention"] * 3, "mamba_n_heads": 4},
+        {**WIDE, "num_local_experts": 0, "layer_types": ["attention"] * 3, "mamba_n_heads": 4},
     ),
     "granitemoe": (
         "GraniteMoeForCausalLM",
         {
-            **_WIDE,
+            **WIDE,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "embedding_multiplier": 3.0,
@@ -160,11 +164,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
-    "ministral": ("MinistralForCausalLM", {**_SIZES, "sliding_window": 5, "layer_types": _ALTERNATING}),
+    "ministral": ("MinistralForCausalLM", {**SIZES, "sliding_window": 5, "layer_types": _ALTERNATING}),
     "ministral3": (
         "Ministral3ForCausalLM",
         {
-            **_SIZES,
+            **SIZES,
             "rope_parameters": {
                 "rope_type": "yarn",
                 **_NTK,
@@ -175,12 +179,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gemma": ("GemmaForCausalLM", _SIZES),
-    "olmo3": ("Olmo3ForCausalLM", {**_WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
+    "gemma": ("GemmaForCausalLM", SIZES),
+    "olmo3": ("Olmo3ForCausalLM", {**WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
     "olmo3-yarn": (
         "Olmo3ForCausalLM",
         {
-            **_WIDE,
+            **WIDE,
             "sliding_window": 6,
             "layer_types": _ALTERNATING,
             "rope_parameters": {
@@ -189,9 +193,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "olmoe": ("OlmoeForCausalLM", {**_WIDE, "num_experts": 4, "num_experts_per_tok": 2}),
-    "glm": ("GlmForCausalLM", _SIZES),
-    "glm4": ("Glm4ForCausalLM", _SIZES),
+    "olmoe": ("OlmoeForCausalLM", {**WIDE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "glm": ("GlmForCausalLM", SIZES),
+    "glm4": ("Glm4ForCausalLM", SIZES),
     "glm4_moe": ("Glm4MoeForCausalLM", {**_ROUTED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
@@ -204,22 +208,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": (
         "MiniMaxM2ForCausalLM",
         {
-            **_SIZES,
+            **SIZES,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
         },
     ),
-    "seed_oss": ("SeedOssForCausalLM", {**_SIZES, "attention_out_bias": True, "mlp_bias": True}),
-    "exaone4": ("Exaone4ForCausalLM", {**_WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
-    "exaone4-full": ("Exaone4ForCausalLM", {**_WIDE, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "ernie4_5": ("Ernie4_5ForCausalLM", {**_SIZES, "use_bias": True}),
-    "helium": ("HeliumForCausalLM", {**_WIDE, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
-    "bitnet": ("BitNetForCausalLM", _WIDE),
+    "seed_oss": ("SeedOssForCausalLM", {**SIZES, "attention_out_bias": True, "mlp_bias": True}),
+    "exaone4": ("Exaone4ForCausalLM", {**WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
+    "exaone4-full": ("Exaone4ForCausalLM", {**WIDE, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {**SIZES, "use_bias": True}),
+    "helium": ("HeliumForCausalLM", {**WIDE, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "bitnet": ("BitNetForCausalLM", WIDE),
     "gpt_oss": (
         "GptOssForCausalLM",
         {
-            **_SIZES,
+            **SIZES,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 6,
@@ -279,6 +283,19 @@ def with_random_weights(model: Any) -> Any:
                 values = parameter.numpy() + 0.3 * draw.normal(size=shape)
             parameter.copy_(torch.from_numpy(np.asarray(values, np.float32)))
     return model
+
+
+def opener(theirs: Callable[[str], Any], directories: pytest.TempPathFactory) -> Callable[[str], workflows.Model]:
+    """Opens the checkpoint of a case that transformers wrote, each once."""
+    pytest.importorskip("transformers")
+
+    @functools.cache
+    def opened(case: str) -> workflows.Model:
+        directory = directories.mktemp(case)
+        theirs(case).save_pretrained(directory)
+        return workflows.load(directory)
+
+    return opened
 
 
 def their_logits(model: Any, tokens: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from tests.nets.families import _SIZES, _WIDE, with_random_weights
+from tests.nets.families import SIZES, WIDE, with_random_weights
 
 _VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Gemma3ForConditionalGeneration",
         {
             # as llama.cpp has it built in, and with a vocabulary for its tokenizer
-            "text_config": {**_SIZES, "vocab_size": 300, "sliding_window": 6, "query_pre_attn_scalar": 16},
+            "text_config": {**SIZES, "vocab_size": 300, "sliding_window": 6, "query_pre_attn_scalar": 16},
             "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
         },
         {"mm_tokens_per_image": 4},
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {
-            "text_config": {**_SIZES, "model_type": "mistral", "sliding_window": None},
+            "text_config": {**SIZES, "model_type": "mistral", "sliding_window": None},
             "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8},
         },
         {},
@@ -42,20 +42,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llava": (
         "LlavaForConditionalGeneration",
         {
-            "text_config": {**_SIZES, "model_type": "llama"},
+            "text_config": {**SIZES, "model_type": "llama"},
             "vision_config": {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16},
         },
         {},
     ),
     "smolvlm": (
         "SmolVLMForConditionalGeneration",
-        {"text_config": {**_SIZES, "model_type": "llama"}, "vision_config": _VISION},
+        {"text_config": {**SIZES, "model_type": "llama"}, "vision_config": _VISION},
         {},
     ),
     "internvl": (
         "InternVLForConditionalGeneration",
         {
-            "text_config": {**_SIZES, "model_type": "qwen2"},
+            "text_config": {**SIZES, "model_type": "qwen2"},
             "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
         },
         {},
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VLForConditionalGeneration",
         {
-            "text_config": {**_WIDE, "rope_parameters": _mrope(1, 1, 2)},
+            "text_config": {**WIDE, "rope_parameters": _mrope(1, 1, 2)},
             "vision_config": {
                 "depth": 1,
                 "embed_dim": 16,
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
         {
-            "text_config": {**_WIDE, "rope_parameters": _mrope(1, 1, 2)},
+            "text_config": {**WIDE, "rope_parameters": _mrope(1, 1, 2)},
             "vision_config": {**_QWEN_VISION, "out_hidden_size": 32, "window_size": 28, "fullatt_block_indexes": [0]},
         },
         {},
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
         {
-            "text_config": {**_SIZES, "rope_parameters": _mrope(3, 3, 2, mrope_interleaved=True)},
+            "text_config": {**SIZES, "rope_parameters": _mrope(3, 3, 2, mrope_interleaved=True)},
             "vision_config": {
                 **_QWEN_VISION,
                 "out_hidden_size": 32,

@@ -100,7 +100,7 @@ def _runnable(model: Model, checkpoint: Checkpoint) -> Model:
     names, tensors = _names(checkpoint, table, config), checkpoint.tensors
     transposed = {path for path in names if table is not None and table.is_transposed(path)}
 
-    others = [name for name in tensors.info if table is not None and table.is_other(name)]
+    others = dict.fromkeys(name for name in tensors.info if table is not None and table.is_other(name))
 
     def load_path(path: str) -> Value:
         value = tensors[names.get(path, path)]
@@ -117,7 +117,7 @@ def _runnable(model: Model, checkpoint: Checkpoint) -> Model:
         note = f"{extra} tensors of layers for multi-token prediction are not run, and left out of what is written"
         model = dataclasses.replace(model, notes=(*model.notes, note))
     if others:
-        note = f"{len(others)} tensors belong to other parts than the language model, such as {others[0]}; they are kept as they are"
+        note = f"{len(others)} tensors belong to other parts than the language model, such as {next(iter(others))}; they are kept as they are"
         model = dataclasses.replace(model, notes=(*model.notes, note))
     try:
         tokenizer = _tokenizer(checkpoint)

@@ -110,6 +110,17 @@ def test_olmo_3_has_windows_and_scaled_frequencies_only_outside_them():
     assert (config.rope_scaling, config.window_rope_theta) == (Yarn(8.0, 16), 500.0)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "windows", "nope"),
+    [(4, 48, 16), ([True] * 64, 0, 0), ([False] * 64, 0, 64)],
+    ids=["every fourth", "everywhere", "nowhere"],
+)
+def test_exaone_rotates_where_it_has_a_window(pattern: int | list[bool], windows: int, nope: int):
+    fields = {"block_count": 64, "attention.sliding_window": 6, "attention.sliding_window_pattern": pattern}
+    config = config_from_gguf(of_architecture("exaone4", **fields), [f"{i}" for i in range(64)])
+    assert (len(config.window_layers), len(config.nope_layers)) == (windows, nope)
+
+
 def test_layers_for_multi_token_prediction_are_left_out():
     settings = {**CASES["glm4_moe"][1], "model_type": "glm4_moe", "num_nextn_predict_layers": 0}
     config, family = config_from_hf(settings), FAMILIES["glm4_moe"]

@@ -17,25 +17,17 @@ from fewbit.models.rope_scaling import Linear
 from fewbit.workflows.convert.gguf import write_gguf
 from fewbit.workflows.methods.importance_file import tensor_names
 from tests.io.gguf.families import save_tokenizer
-from tests.nets.families import _SIZES, their_logits
+from tests.nets.families import SIZES, opener, their_logits
 from tests.nets.multimodal import CASES, theirs
 
-TEXT = {**_SIZES, "model_type": "llama"}
+TEXT = {**SIZES, "model_type": "llama"}
 TOKENS = np.random.default_rng(1).integers(3, 96, size=(2, 20))
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Opens the checkpoint of a case that transformers wrote."""
-    pytest.importorskip("transformers")
-
-    @functools.cache
-    def load(case: str) -> workflows.Model:
-        directory = tmp_path_factory.mktemp(case)
-        theirs(case).save_pretrained(directory)
-        return workflows.load(directory)
-
-    return load
+    return opener(theirs, tmp_path_factory)
 
 
 def logits(model: workflows.Model) -> np.ndarray:

@@ -23,7 +23,7 @@ from fewbit.models import (
     stack_layers,
 )
 from tests.nets.checkpoints import needs_smollm2, smollm2
-from tests.nets.families import CASES, their_logits, their_tokens, theirs
+from tests.nets.families import CASES, opener, their_logits, their_tokens, theirs
 
 pytestmark = pytest.mark.oracle
 
@@ -34,15 +34,7 @@ PROMPT, COUNT = 11, 12
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Opens the checkpoint of a case that transformers wrote."""
-    pytest.importorskip("transformers")
-
-    @functools.cache
-    def load(case: str) -> workflows.Model:
-        directory = tmp_path_factory.mktemp(case)
-        theirs(case).save_pretrained(directory)
-        return workflows.load(directory)
-
-    return load
+    return opener(theirs, tmp_path_factory)
 
 
 def loaded(model: workflows.Model) -> Any:

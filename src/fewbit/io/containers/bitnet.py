@@ -1,4 +1,4 @@
-"""BitNet: ternary weights of two bits, and activations that are quantized to int8 as they run.
+"""BitNet: ternary weights of two bits, int8 activations.
 
 A matrix `m.weight [N / 4, K]` is uint8. Row `r` of it has four rows of the weight, `r`, `r + N / 4`, `r + N / 2` and `r + 3 N / 4`,
 the first in the lowest two bits, and -1, 0 and 1 as 0, 1 and 2. `m.weight_scale [1]` multiplies the ternary numbers, or in the

@@ -49,6 +49,10 @@ class Architecture:
         has_rope_factors: whether it reads the factors of "llama3" rope scaling.
         window_pattern: n: every n-th layer has full attention, as llama.cpp has it built in; 0: it reads no windows.
         stores_windows: whether it reads which layers have a window; `window_pattern` is then what config.json may omit.
+        has_sigmoid_scores: whether files say that routers have sigmoid scores.
+        stores_normalization: whether files say that the weights of the active experts are divided by their sum.
+        has_all_heads: whether it runs only with as many heads of keys as of queries.
+        rotates_part: whether a part of each head may rotate.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -63,6 +67,10 @@ class Architecture:
     has_rope_factors: bool = False
     window_pattern: int = 0
     stores_windows: bool = False
+    has_sigmoid_scores: bool = False
+    stores_normalization: bool = False
+    has_all_heads: bool = False
+    rotates_part: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     large_layers: int | None = None
@@ -203,7 +211,7 @@ ARCHITECTURES = {
         assumed={**_GELU, "attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
         large_layers=62,
     ),
-    "phi3": Architecture("phi3", (), defaults={"original_max_position_embeddings": 4096}, assumed=_SILU),
+    "phi3": Architecture("phi3", (), rotates_part=True, defaults={"original_max_position_embeddings": 4096}, assumed=_SILU),
     "olmo2": Architecture("olmo2", (), assumed={**_SILU, **_UNTIED, "attention_bias": (False,)}),
     "olmo3": Architecture(
         "olmo2",
@@ -216,6 +224,7 @@ ARCHITECTURES = {
     "olmoe": Architecture(
         "olmoe",
         _EXPERTS,
+        has_all_heads=True,
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
         assumed={**_SILU, **_UNTIED, "attention_bias": (False,), "norm_topk_prob": (False,), "clip_qkv": (None,)},
     ),
@@ -240,12 +249,16 @@ ARCHITECTURES = {
     ),
     "glm4": Architecture(
         "glm4",
+        rotates_part=True,
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
         assumed=_SILU,
     ),
     "glm4_moe": Architecture(
         "glm4moe",
         (*_HEAD, *_ROUTED),
+        has_sigmoid_scores=True,
+        stores_normalization=True,
+        rotates_part=True,
         defaults={
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
@@ -259,6 +272,9 @@ ARCHITECTURES = {
     "dots1": Architecture(
         "dots1",
         (*_HEAD, *_ROUTED),
+        has_sigmoid_scores=True,
+        stores_normalization=True,
+        has_all_heads=True,
         defaults={
             "num_key_value_heads": 32,
             "rms_norm_eps": 1e-6,
@@ -278,6 +294,8 @@ ARCHITECTURES = {
     "minimax_m2": Architecture(
         "minimax-m2",
         (*_HEAD, *_EXPERTS, ("expert_feed_forward_length", int, ("intermediate_size",))),
+        has_sigmoid_scores=True,
+        rotates_part=True,
         defaults={
             "num_key_value_heads": 8,
             "head_dim": 128,

@@ -16,14 +16,6 @@ from .stored import Stored, stored
 
 _LARGEST_HEAD = 65536
 _EXAONE_WITH_WINDOWS = 64
-_SIGMOID = ("glm4moe", "dots1", "minimax-m2")
-"""The architectures whose files say that routers have sigmoid scores."""
-_NORMALIZED = ("glm4moe", "dots1")
-"""The architectures whose files say whether the weights of the active experts are divided by their sum."""
-_ALL_HEADS = ("olmoe", "dots1")
-"""The architectures without grouped queries."""
-_PARTLY_ROTATED = ("phi3", "glm4", "glm4moe", "minimax-m2")
-"""The architectures where a part of each head may rotate."""
 _NO_ROPE_STEP = 4  # SmolLM3: llama.cpp rotates all but every fourth layer
 
 
@@ -72,9 +64,9 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
     if architecture.name == "deepseek2":
         said["head_dim"] = _size(said, "qk_rope_head_dim")
         fields |= {f"deepseek2.{key}": value for key, value in _deepseek_fields(said).items()}
-    if architecture.name in _SIGMOID:
+    if architecture.has_sigmoid_scores:
         fields[f"{architecture.name}.expert_gating_func"] = 2
-    if architecture.name in _NORMALIZED:
+    if architecture.stores_normalization:
         fields[f"{architecture.name}.expert_weights_norm"] = bool(said["norm_topk_prob"])
     if architecture.stores_windows and said.get("sliding_window"):
         fields[f"{architecture.name}.attention.sliding_window_pattern"] = _has_window(architecture, said)
@@ -214,7 +206,7 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
     if name == "exaone4":
         _check_exaone(config)
     heads = config.get("num_attention_heads")
-    if name in _ALL_HEADS and (config.get("num_key_value_heads") or heads) != heads:
+    if architecture.has_all_heads and (config.get("num_key_value_heads") or heads) != heads:
         raise UnsupportedError(f"llama.cpp runs {name} only with as many heads of keys as of queries")
     if name == "glm4moe" and not config.get("n_shared_experts"):
         raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
@@ -329,7 +321,7 @@ def _rotary_dim(architecture: Architecture, rope: Mapping[str, Any], config: Map
     if architecture.name == "minimax-m2" and config.get("rotary_dim"):
         return config["rotary_dim"]
     share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
-    if share != 1 and architecture.name not in _PARTLY_ROTATED:
+    if share != 1 and not architecture.rotates_part:
         raise UnsupportedError(
             f"config.json has partial_rotary_factor {share}, which transformers ignores in models of {architecture.name}; "
             "remove it if the whole heads rotate"

@@ -1,4 +1,4 @@
-"""BitNet b1.58: ternary weights, a squared ReLU, and norms before the output projection and the down projection."""
+"""BitNet b1.58: a squared ReLU, and norms before the last projections."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

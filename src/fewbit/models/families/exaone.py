@@ -1,4 +1,4 @@
-"""EXAONE 4: norms on the outputs of blocks, and no rotary embedding in the layers without a window, if others have one."""
+"""EXAONE 4: norms on the outputs of blocks, and layers without rotary embedding."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

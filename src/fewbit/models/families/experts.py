@@ -1,4 +1,4 @@
-"""Mixtures of experts of Hugging Face families: the names of their parameters, and DeepSeek-V3's router, which others took over."""
+"""Mixtures of experts: parameter names, and the configuration of DeepSeek's."""
 
 from collections.abc import Collection
 from typing import Any

@@ -320,20 +320,24 @@ def _llama(found: _Gguf) -> dict[str, Any]:
     return {"rope": "interleaved"}
 
 
+_EXAONE_WITH_WINDOWS = 64
+
+
 def _exaone4(found: _Gguf) -> dict[str, Any]:
     """EXAONE 4. llama.cpp has windows where there are 64 layers, and then no rotary embedding in the layers without one."""
     fields: dict[str, Any] = {"norms": "post", "qk_norm": "head"}
-    if found.layers != 64:
+    if found.layers != _EXAONE_WITH_WINDOWS:
         return fields
     windows = _windows(msgspec.structs.replace(found, window=found.window or 4096), 4)
-    return {**fields, **windows, "nope_layers": tuple(i for i in range(64) if i not in windows["window_layers"])}
+    has_window = windows.get("window_layers", ()) or (range(found.layers) if windows else ())
+    return {**fields, **windows, "nope_layers": tuple(i for i in range(found.layers) if i not in has_window)}
 
 
 def _glm4(found: _Gguf) -> dict[str, Any]:
     return {"rope": "interleaved", "norms": "sandwich", "fused_mlp": True}
 
 
-def _olmoe(found: _Gguf) -> dict[str, Any]:
+def _projection_norms(found: _Gguf) -> dict[str, Any]:
     return {"qk_norm": "projection"}
 
 
@@ -459,14 +463,14 @@ ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "olmo2": _olmo2,
-    "olmoe": _olmoe,
+    "olmoe": _projection_norms,
     "seed_oss": _plain,
     "exaone4": _exaone4,
     "ernie4_5": _llama,
     "glm4": _glm4,
     "glm4moe": _plain,
     "dots1": _qwen3,
-    "minimax-m2": _olmoe,
+    "minimax-m2": _projection_norms,
     "smollm3": _smollm3,
     "granite": _granite,
     "granitemoe": _granite,

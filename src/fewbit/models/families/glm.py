@@ -129,8 +129,8 @@ def _minimax(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
         refuse_unless(
             getattr(found, f"{name}_beta"), (1.0,), f"layernorm_{name}{'' if name == 'mlp' else '_attention'}_beta"
         )
-    if found.rotary_dim and found.head_dim:
-        found.partial_rotary = found.rotary_dim / found.head_dim
+    if found.rotary_dim:
+        found.partial_rotary = found.rotary_dim / (found.head_dim or found.width // found.heads)
     return decoder_config(
         found,
         theta=5_000_000.0,

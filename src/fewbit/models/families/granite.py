@@ -1,4 +1,4 @@
-"""Granite 3 and 4: multipliers of embeddings, attention, residuals and logits; dense, or with experts. Mamba is refused."""
+"""Granite: multipliers of embeddings, attention, residuals and logits."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

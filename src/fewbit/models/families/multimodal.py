@@ -1,4 +1,4 @@
-"""The language model of a checkpoint that has other parts, too, such as a vision tower.
+"""The language models of multimodal checkpoints.
 
 Its configuration is the `text_config` of config.json, and its tensors have names with a longer prefix. The decoder runs it on text
 alone, where positions in images (`mrope`) are those of the text.

@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and OLMoE: norms on the outputs of blocks, or on whole projections of q and k."""
+"""OLMo 2, OLMo 3 and OLMoE: norms on outputs and on projections."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -7,7 +7,6 @@ import pytest
 
 from fewbit import QuantError
 from fewbit.array.packing import Packing
-from fewbit.io.containers.encodings.names import linear_modules
 from fewbit.io.containers.encodings.stored import checked_info, config_dtype, packed_codes, per_tile
 
 from ..stored_weights import example, tensors_of
@@ -18,12 +17,6 @@ def test_the_dtype_of_a_configuration():
     assert config_dtype({"dtype": "torch.bfloat16"}, "float32").name == "bfloat16"
     assert config_dtype({"text_config": {"dtype": "bfloat16"}}, "float32").name == "bfloat16"
     assert config_dtype({"dtype": 3, "torch_dtype": "auto"}, "float32").name == "float32"
-
-
-def test_modules_to_leave_in_float():
-    kept = ["model.embed_tokens.weight", "model.norm.weight", "l.gate.weight", "l.up.bias", "l.gate.bias", "w"]
-    assert linear_modules(kept, ["l.up"]) == ["l.gate", "lm_head"]
-    assert linear_modules(kept, ["l.up", "lm_head"]) == ["l.gate"]
 
 
 def test_a_scale_that_is_shared_is_repeated():

@@ -16,7 +16,7 @@ def linear_modules(kept: Sequence[str], quantized: Collection[str], patterns: Se
     Args:
         kept: the names of the tensors that are not quantized.
         quantized: the modules that are.
-        patterns: what stands for a whole part, which replaces `{}`.
+        patterns: what is listed for a whole part, whose name replaces `{}`.
 
     >>> linear_modules(["model.norm.weight", "m.gate.weight", "m.up.bias"], ["m.up"])
     ['m.gate', 'lm_head']
