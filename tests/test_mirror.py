@@ -153,7 +153,11 @@ SUITES = (
     Suite("io/gguf/test_writer.py", "tensors as rows of bytes", {"io/gguf": "stored"}),
     # Models.
     Suite("models/test_decoder.py", "the network by transformers'", {"models": "cache experts layer"}),
-    Suite("models/test_config.py", "rotary frequencies by transformers'", {"models": "rope_scaling"}),
+    Suite(
+        "models/test_config.py",
+        "rotary frequencies by transformers', and what configurations refuse",
+        {"models": "rope_scaling part_configs"},
+    ),
     Suite(
         "models/families/test_family.py",
         "config.json of every family by transformers'",

@@ -8,13 +8,13 @@ import pytest
 from fewbit.errors import QuantError
 from fewbit.models import DecoderConfig, Experts, LatentAttention
 from fewbit.models.rope_scaling import Dynamic, Llama3, LongRope, Yarn
-from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, OTHERS, SMALL, SUB_NORMS
+from tests.nets.random_decoder import BY_KEY_HEAD, CONFIGS, FEATURES, LATENT, LINEAR, OTHERS, SMALL, SUB_NORMS
 
 
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), FEATURES, OTHERS, LATENT, SUB_NORMS],
-    ids=[*CONFIGS, "features", "others", "latent", "sub norms"],
+    [*CONFIGS.values(), FEATURES, OTHERS, LATENT, BY_KEY_HEAD, SUB_NORMS],
+    ids=[*CONFIGS, "features", "others", "latent", "linear", "sub norms"],
 )
 def test_json_reads_back(config: DecoderConfig):
     assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
@@ -102,7 +102,7 @@ def test_refuses_groups_of_experts_that_do_not_fit(change: dict, message: str):
         ({"kv_heads": 3}, "kv_heads is 3, must be heads, 6"),
         ({"rotary_dim": 8}, "rotary_dim is 8, must be between 0 and head_dim, 8"),
         ({"latent": LatentAttention(12, 9)}, r"latent\.value_dim is 9, more than head_dim, 8"),
-        ({"qk_norm": "head"}, "latent attention has neither fused projections nor norms"),
+        ({"qk_norm": "head"}, "latent attention has neither fused projections, nor a gate, nor norms"),
         ({"extra_layers": -1}, "extra_layers is -1, must be a positive number, or 0 for none"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -117,3 +117,30 @@ def test_refuses_latent_attention_that_does_not_fit(change: dict, message: str):
         LatentAttention(0, 4)
     with pytest.raises(QuantError, match=r"latent\.norm_eps is 0\.0, must be a positive number"):
         LatentAttention(4, 4, norm_eps=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_heads": 3}, r"linear\.key_heads is 3, must divide linear\.value_heads, 4"),
+        ({"value_dim": 0}, r"linear\.value_dim is 0, must be a positive integer"),
+        ({"layout": "stacked"}, r"linear\.layout is 'stacked', must be one of separate, by_key_head"),
+        ({"layers": ()}, r"linear\.layers is \(\), must be layers in ascending order, at least one"),
+        ({"layers": (1, 0)}, r"linear\.layers is \(1, 0\), must be layers in ascending order"),
+        ({"layers": (0, 4)}, r"linear\.layers is \(0, 4\), must be layers from 0 to 3"),
+        ({"layers": (0, 1, 2, 3)}, r"linear\.layers has 4 of 4 layers; one without is expected at least"),
+    ],
+    ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "",
+)
+@pytest.mark.usefixtures("unchecked")
+def test_refuses_linear_attention_that_does_not_fit(change: dict, message: str):
+    assert LINEAR.linear is not None
+    with pytest.raises(QuantError, match=message):
+        dataclasses.replace(LINEAR, linear=dataclasses.replace(LINEAR.linear, **change))
+
+
+def test_a_layer_has_a_place_among_those_of_its_kind():
+    assert [LINEAR.place_of(layer) for layer in range(4)] == [0, 1, 0, 2]
+    assert LINEAR.cached_layers == 1
+    with pytest.raises(QuantError, match="sub_norms is true, but linear attention has a norm of its own"):
+        dataclasses.replace(LINEAR, sub_norms=True)

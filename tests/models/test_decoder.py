@@ -15,9 +15,11 @@ from fewbit.kvcache import KVPolicy, kv_policy
 from fewbit.models import DecoderConfig, Experts, decode_step, empty_cache, forward, prefill, stack_experts, stack_layers
 from fewbit.models.rope_scaling import Dynamic
 from tests.nets.random_decoder import (
+    BY_KEY_HEAD,
     CONFIGS,
     FEATURES,
     LATENT,
+    LINEAR,
     OTHERS,
     SMALL,
     SUB_NORMS,
@@ -66,6 +68,8 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
         pytest.param(OTHERS, id="others"),
         pytest.param(SUB_NORMS, id="sub norms"),
         pytest.param(LATENT, id="latent", marks=pytest.mark.slow),
+        pytest.param(LINEAR, id="linear"),
+        pytest.param(BY_KEY_HEAD, id="linear by key head", marks=pytest.mark.slow),
     ],
 )
 def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):
@@ -118,6 +122,8 @@ DYNAMIC = dataclasses.replace(SMALL, rope_scaling=Dynamic(2.0, 4))
         pytest.param(FEATURES, kv_policy("int8"), id="features, int8"),
         pytest.param(LATENT, None, id="latent"),
         pytest.param(LATENT, kv_policy("int8"), id="latent, int8"),
+        pytest.param(LINEAR, None, id="linear"),
+        pytest.param(LINEAR, kv_policy("int8"), id="linear, int8"),
         pytest.param(DYNAMIC, None, id="dynamic"),
         pytest.param(SMALL, kv_policy("int8"), id="plain, int8", marks=pytest.mark.long),
         pytest.param(FEATURES, None, id="features", marks=pytest.mark.long),

@@ -9,8 +9,10 @@ import pytest
 from fewbit.models import Experts, params_from_paths, paths_of_params, shapes
 from fewbit.models.input_scales import FoldedScales, scalable_inputs, why_not_scaled
 from tests.nets.random_decoder import (
+    BY_KEY_HEAD,
     FEATURES,
     LATENT,
+    LINEAR,
     OTHERS,
     SMALL,
     SUB_NORMS,
@@ -28,6 +30,8 @@ CONFIGS = {
     "others": OTHERS,
     "interleaved": INTERLEAVED,
     "latent": LATENT,
+    "linear": LINEAR,
+    "linear by key head": BY_KEY_HEAD,
     "sub norms": SUB_NORMS,
 }
 SPLIT = dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, split=True))
@@ -116,7 +120,9 @@ def test_every_weight_reads_one_input_or_has_a_reason():
     for config in (*CONFIGS.values(), SPLIT):
         readers = [part.path for one in scalable_inputs(config) for part in one.readers]
         assert len(readers) == len(set(readers))
-        matrices = {path for path, shape in shapes(config).items() if len(shape) > 1 and not path.endswith("bias")}
+        matrices = {
+            path for path, shape in shapes(config).items() if len(shape) > 1 and not path.endswith(("bias", "conv1d"))
+        }
         assert set(readers) <= matrices
         reasons = {why_not_scaled(path, config) for path in matrices - set(readers)}
         expected = {"its rows are read as embeddings, too"}

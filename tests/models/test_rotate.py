@@ -20,7 +20,18 @@ from fewbit.models import (
     rotated_weight,
     stack_layers,
 )
-from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, SMALL, SUB_NORMS, UNTIED, random_params, random_tokens
+from tests.nets.random_decoder import (
+    BY_KEY_HEAD,
+    CONFIGS,
+    FEATURES,
+    LATENT,
+    LINEAR,
+    SMALL,
+    SUB_NORMS,
+    UNTIED,
+    random_params,
+    random_tokens,
+)
 from tests.nets.random_decoder import OTHERS as INTERLEAVED
 
 KEY = jax.random.key(0)
@@ -41,8 +52,8 @@ OTHER = dataclasses.replace(
 
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), OTHER, LATENT, dataclasses.replace(INTERLEAVED, norms="pre"), SUB_NORMS],
-    ids=[*CONFIGS, "other", "latent", "interleaved experts", "sub norms"],
+    [*CONFIGS.values(), OTHER, LATENT, LINEAR, BY_KEY_HEAD, dataclasses.replace(INTERLEAVED, norms="pre"), SUB_NORMS],
+    ids=[*CONFIGS, "other", "latent", "linear", "linear by key head", "interleaved experts", "sub norms"],
 )
 def test_logits_stay_what_they_are(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
@@ -74,8 +85,8 @@ def test_logits_stay_with_norms_on_the_outputs_of_blocks(config: DecoderConfig):
 @pytest.mark.parametrize("products", [("o",), ("down",), ("o", "down")], ids=" ".join)
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), OTHER, LATENT, INTERLEAVED, SUB_NORMS],
-    ids=[*CONFIGS, "other", "latent", "interleaved experts", "sub norms"],
+    [*CONFIGS.values(), OTHER, LATENT, LINEAR, INTERLEAVED, SUB_NORMS],
+    ids=[*CONFIGS, "other", "latent", "linear", "interleaved experts", "sub norms"],
 )
 def test_rotated_inputs_of_rotated_weights(config: DecoderConfig, products):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
@@ -83,7 +94,7 @@ def test_rotated_inputs_of_rotated_weights(config: DecoderConfig, products):
     before = paths_of_params(params, config)
     after = {path: rotated_weight(path, jnp.asarray(array), turning) for path, array in before.items()}
     assert {path for path in after if not np.array_equal(after[path], before[path])} == {
-        path for path in before if path.rsplit("/", 1)[-1] in products
+        path for path in before if path.rsplit("/", 1)[-1].replace("out", "o") in products
     }
     found = run(params_from_paths(after, turning), tokens, turning)
     np.testing.assert_allclose(found, run(params, tokens, config), atol=4e-5)

@@ -25,6 +25,14 @@ SIZES: dict[str, Any] = {
 WIDE = {name: value for name, value in SIZES.items() if name != "head_dim"}  # heads of 8
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "rms_norm_eps": 1e-3,  # the norm of values near zero amplifies rounding
+}
 _NTK = {"rope_theta": 1000.0, "factor": 4.0}
 
 _DEEPSEEK: dict[str, Any] = {
@@ -90,6 +98,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**WIDE, **_EXPERTS, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
     ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**SIZES, **_EXPERTS, "norm_topk_prob": True}),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {**SIZES, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", {**SIZES, **_LINEAR, "tie_word_embeddings": True}),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeForCausalLM",
+        {**SIZES, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 20, "linear_num_key_heads": 4},
+    ),
     "gemma2": ("Gemma2ForCausalLM", {**SIZES, "sliding_window": 6, "query_pre_attn_scalar": 24}),
     "gemma3_text": (
         "Gemma3ForCausalLM",

@@ -83,6 +83,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": {
+                **SIZES,
+                "rms_norm_eps": 1e-3,
+                "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "rope_parameters": _mrope(1, 1, 0, mrope_interleaved=True, partial_rotary_factor=0.25),
+            },
+            "vision_config": {**_QWEN_VISION, "out_hidden_size": 32, "num_position_embeddings": 16},
+        },
+        {},
+    ),
     "qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
         {

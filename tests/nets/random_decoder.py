@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fewbit.models import DecoderConfig, Experts, LatentAttention, params_from_paths, paths_of_params, shapes
+from fewbit.models import (
+    DecoderConfig,
+    Experts,
+    LatentAttention,
+    LinearAttention,
+    params_from_paths,
+    paths_of_params,
+    shapes,
+)
 from fewbit.models.rope_scaling import Linear
 
 SMALL = DecoderConfig(vocab=67, layers=3, width=24, heads=6, kv_heads=2, head_dim=8, hidden=40, context=32)
@@ -77,6 +85,17 @@ LATENT = dataclasses.replace(
     ),
     latent=LatentAttention(rank=12, value_dim=6, query_rank=9),
 )
+LINEAR = dataclasses.replace(
+    SMALL,
+    layers=4,
+    norm_eps=0.1,
+    norm_offset=0.25,
+    qk_norm="head",
+    rotary_dim=4,
+    attention_gate=True,
+    linear=LinearAttention((0, 1, 3), key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3),
+)
+BY_KEY_HEAD = dataclasses.replace(LINEAR, linear=dataclasses.replace(LINEAR.linear, layout="by_key_head"))
 SUB_NORMS = dataclasses.replace(SMALL, sub_norms=True, activation="relu2", norm_eps=0.01)
 
 
@@ -132,15 +151,54 @@ def _unfused(layer: dict[str, np.ndarray], c: DecoderConfig) -> dict[str, np.nda
 
 
 def _attention(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
+    if c.linear_of(i) is not None:
+        return _linear_attention(y, layer, c)
     if c.latent is not None:
         mixed = np.concatenate([_latent_head(y, layer, h, i, c) for h in range(c.heads)], axis=1)
         return mixed @ layer["attn/o"].T + layer.get("attn/o_bias", 0.0)
     flat = {name: y @ layer[f"attn/{name}"].T + layer.get(f"attn/{name}_bias", 0.0) for name in ("q", "k", "v")}
+    gate = np.zeros(0)
+    if c.attention_gate:
+        flat["q"], gate = (x.reshape(len(y), -1) for x in np.split(flat["q"].reshape(len(y), c.heads, -1), 2, axis=2))
     if c.qk_norm == "projection":
         flat |= {name: _normed(flat[name], layer[f"attn/{name}_norm"], c) for name in ("q", "k")}
     mixed = np.concatenate([_head(flat, layer, h, i, c) for h in range(c.heads)], axis=1)
     mixed = _normed(mixed, layer.get("attn/sub_norm"), c)
+    if c.attention_gate:
+        mixed = mixed / (1 + np.exp(-gate))
     return mixed @ layer["attn/o"].T + layer.get("attn/o_bias", 0.0)
+
+
+def _linear_attention(y: np.ndarray, layer: dict[str, np.ndarray], c: DecoderConfig) -> np.ndarray:
+    """Linear attention, token by token, with a state for each head of values."""
+    part, T = c.linear, len(y)
+    assert part is not None
+    N, M, n, m = part.key_heads, part.value_heads, part.key_dim, part.value_dim
+    if part.layout == "by_key_head":
+        by_head = (y @ layer["attn/qkvz"].T).reshape(T, N, -1)
+        parts = np.split(by_head, np.cumsum([n, n, M // N * m]), axis=2)
+        q, k, v, z = (x.reshape(T, -1) for x in parts)
+        qkv = np.concatenate([q, k, v], axis=1)
+        b, a = (x.reshape(T, M) for x in np.split((y @ layer["attn/ba"].T).reshape(T, N, -1), 2, axis=2))
+    else:
+        qkv, z, b, a = (y @ layer[f"attn/{name}"].T for name in ("qkv", "z", "beta", "alpha"))
+    taps = layer["attn/conv1d"][:, 0]
+    padded = np.concatenate([np.zeros((part.kernel - 1, part.channels)), qkv])
+    qkv = sum(padded[i : i + T] * taps[:, i] for i in range(part.kernel))
+    qkv = qkv / (1 + np.exp(-qkv))
+    q, k, v = np.split(qkv, [N * n, 2 * N * n], axis=1)
+    q, k = (x.reshape(T, N, n) / np.sqrt((x.reshape(T, N, n) ** 2).sum(axis=2, keepdims=True) + 1e-6) for x in (q, k))
+    v, z, out = v.reshape(T, M, m), z.reshape(T, M, m), np.zeros((T, M, m))
+    for head in range(M):
+        state, shared = np.zeros((n, m)), head * N // M
+        for t in range(T):
+            decay = np.exp(layer["attn/A_log"][head]) * np.logaddexp(0, a[t, head] + layer["attn/dt_bias"][head])
+            state = state * np.exp(-decay)
+            error = (v[t, head] - k[t, shared] @ state) / (1 + np.exp(-b[t, head]))
+            state = state + np.outer(k[t, shared], error)
+            out[t, head] = q[t, shared] @ state / np.sqrt(n)
+    normed = out / np.sqrt((out**2).mean(axis=2, keepdims=True) + c.norm_eps) * layer["attn/out_norm"]
+    return (normed * z / (1 + np.exp(-z))).reshape(T, -1) @ layer["attn/out"].T
 
 
 def _head(flat: dict[str, np.ndarray], layer: dict[str, np.ndarray], h: int, i: int, c: DecoderConfig) -> np.ndarray:

@@ -2,10 +2,9 @@
 
 from .cache import AnyCache as AnyCache
 from .cache import Cache as Cache
+from .cache import HybridCache as HybridCache
 from .cache import empty_cache as empty_cache
 from .config import DecoderConfig as DecoderConfig
-from .config import Experts as Experts
-from .config import LatentAttention as LatentAttention
 from .decoder import decode_step as decode_step
 from .decoder import forward as forward
 from .decoder import prefill as prefill
@@ -42,6 +41,9 @@ from .names import params_from_named as params_from_named
 from .names import params_from_paths as params_from_paths
 from .names import paths_of_params as paths_of_params
 from .names import shapes as shapes
+from .part_configs import Experts as Experts
+from .part_configs import LatentAttention as LatentAttention
+from .part_configs import LinearAttention as LinearAttention
 from .roles.checkpoint import CheckpointRoles as CheckpointRoles
 from .roles.checkpoint import checkpoint_roles as checkpoint_roles
 from .rotate import random_rotation as random_rotation

@@ -1,4 +1,4 @@
-"""The float KV cache of a decoder."""
+"""The KV cache of a decoder: float, and with the states of linear attention."""
 
 import dataclasses
 from typing import TypeAlias
@@ -14,6 +14,7 @@ from ..kernels.attention.problem import Block, seen_positions, window_start
 from ..kvcache.cache import QuantizedCache, empty_quantized_cache
 from ..kvcache.policy import KVPolicy
 from .config import DecoderConfig
+from .linear_attention import LinearState, empty_state
 
 
 @jax.tree_util.register_dataclass
@@ -72,8 +73,57 @@ class Cache:
         return (Block(self.keys, cached_values, seen, layer, window_start(seen, window)),)
 
 
-AnyCache: TypeAlias = Cache | QuantizedCache
-"""A KV cache for `prefill` and `decode_step`: float or quantized."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HybridCache:
+    """The KV cache of the layers with softmax attention, and the states of those with linear attention. A frozen pytree.
+
+    Layers are numbered by `DecoderConfig.place_of`, those of each kind from 0.
+
+    Attributes:
+        kv: keys and values.
+        states: those of linear attention, with a leading axis of layers.
+    """
+
+    kv: Cache | QuantizedCache
+    states: LinearState
+
+    @property
+    def length(self) -> Int[Array, ""]:
+        """The number of filled positions."""
+        return self.kv.length
+
+    @property
+    def max_length(self) -> int:
+        """The number of positions (S)."""
+        return self.kv.max_length
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of keys, values and states."""
+        return self.kv.nbytes + self.states.inputs.nbytes + self.states.memory.nbytes
+
+    def advanced(self, count: Int[Array, ""] | int) -> "HybridCache":
+        """Increases `length` by `count`, after every layer has written its tokens."""
+        return dataclasses.replace(self, kv=self.kv.advanced(count))
+
+    def state(self, layer: Int[Array, ""] | int) -> LinearState:
+        """The state of one layer."""
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self.states)
+
+    def with_state(self, layer: Int[Array, ""] | int, state: LinearState) -> "HybridCache":
+        """Replaces the state of one layer."""
+        states = jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, layer, 0), self.states, state)
+        return dataclasses.replace(self, states=states)
+
+
+AnyCache: TypeAlias = Cache | QuantizedCache | HybridCache
+"""A KV cache for `prefill` and `decode_step`: float or quantized, and with the states of linear attention."""
+
+
+def kv_of(cache: AnyCache) -> Cache | QuantizedCache:
+    """The keys and values of a cache."""
+    return cache.kv if isinstance(cache, HybridCache) else cache
 
 
 def empty_cache(
@@ -85,7 +135,7 @@ def empty_cache(
         config: the configuration.
         batch: the number of sequences (B).
         max_length: the number of positions (S), at most `config.context`.
-        dtype: the dtype of keys and values: the compute dtype of the model. Without `kv` only.
+        dtype: the compute dtype of the model: that of keys and values without `kv`, and of the inputs of convolutions.
         kv: how keys and values are quantized; None keeps them in `dtype`.
 
     Returns:
@@ -99,8 +149,12 @@ def empty_cache(
     if batch < 1:
         raise QuantError(f"batch is {batch}, must be at least 1")
     if kv is not None:
-        sizes = {"layers": config.layers, "heads": config.cached_heads, "head_dim": config.cached_dim}
-        return empty_quantized_cache(kv, batch=batch, max_length=max_length, **sizes)
-    shape = (config.layers, batch, config.cached_heads, max_length, config.cached_dim)
-    values = jnp.zeros(shape, dtype) if config.latent is None else None
-    return Cache(jnp.zeros(shape, dtype), values, jnp.int32(0))
+        sizes = {"layers": config.cached_layers, "heads": config.cached_heads, "head_dim": config.cached_dim}
+        cache: Cache | QuantizedCache = empty_quantized_cache(kv, batch=batch, max_length=max_length, **sizes)
+    else:
+        shape = (config.cached_layers, batch, config.cached_heads, max_length, config.cached_dim)
+        values = jnp.zeros(shape, dtype) if config.latent is None else None
+        cache = Cache(jnp.zeros(shape, dtype), values, jnp.int32(0))
+    if config.linear is None:
+        return cache
+    return HybridCache(cache, empty_state(config.linear, batch=batch, dtype=dtype, layers=(len(config.linear.layers),)))

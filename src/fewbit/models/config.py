@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from .._json import Positive, checked, form_of
 from ..errors import QuantError
+from .part_configs import Experts, LatentAttention, LinearAttention, check_positive, check_size
 from .rope_scaling import RopeScaling, Yarn, scaling_from_json, scaling_to_json
 
 RopeLayout = Literal["interleaved", "half"]
@@ -23,121 +24,9 @@ Norms = Literal["pre", "post", "sandwich"]
 QKNorm = Literal["none", "head", "projection"]
 """RMSNorm of queries and keys: over each head (Qwen3), or over the whole projection (OLMo 2)."""
 
-ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
-"""How a checkpoint stores experts, see `Experts`."""
-
 ChangedInput = Literal["o", "down"]
-"""A product whose input the decoder itself can rotate or scale: after attention, and after the activation."""
-
-RouterScores = Literal["softmax", "sigmoid"]
-"""The router's scores of experts; "sigmoid" is DeepSeek-V3's, see `Experts`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """The mixture of experts in place of a dense feed-forward block.
-
-    A token's active experts are those with the largest scores, and their weights the scores: softmax probabilities of the
-    router's logits, or their sigmoids. Sigmoids plus a correction of each expert decide which are the largest, but the
-    correction is no part of the weights (DeepSeek-V3).
-
-    Attributes:
-        count: experts of a layer (E).
-        active: experts of each token.
-        hidden: width of an expert (F).
-        normalized: whether the weights of the active experts are divided by their sum.
-        layers: the layers that have experts; empty: all.
-        scores: the scores; "sigmoid" has a correction.
-        groups: groups of consecutive experts; divides `count`.
-        active_groups: the groups that a token's experts are chosen from, those with the largest score, or with "sigmoid"
-            the largest sum of two scores.
-        scale: multiplies the weights.
-        shared_hidden: width of an expert that every token passes; 0: none.
-        shared_gate: whether a sigmoid gate scales the shared expert.
-        bias: whether router and experts have biases.
-        layout: "separate": leaves `experts/3/gate [F, D]`; "stacked": `experts/gate [E, F, D]`; "joined": `experts/gate+up
-            [E, 2 F, D]`; "interleaved": `experts/gate+up [E, D, 2 F]`, gate and up in turn, and `experts/down [E, F, D]`
-            (gpt-oss).
-
-    Raises:
-        QuantError: for numbers that do not fit.
-    """
-
-    count: int
-    active: int
-    hidden: int
-    normalized: bool = True
-    layers: tuple[int, ...] = ()
-    scores: RouterScores = "softmax"
-    groups: int = 1
-    active_groups: int = 1
-    scale: float = 1.0
-    shared_hidden: int = 0
-    shared_gate: bool = True
-    bias: bool = False
-    layout: ExpertLayout = "separate"
-
-    def __post_init__(self) -> None:
-        for name in ("count", "active", "hidden", "groups", "active_groups"):
-            _check_size(f"experts.{name}", getattr(self, name))
-        if self.active > self.count:
-            raise QuantError(f"experts.active is {self.active}, more than experts.count, {self.count}")
-        if self.shared_hidden:
-            _check_size("experts.shared_hidden", self.shared_hidden)
-        for name, kind in (("layout", ExpertLayout), ("scores", RouterScores)):
-            if getattr(self, name) not in get_args(kind):
-                raise QuantError(f"experts.{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
-        _check_positive("experts.scale", self.scale)
-        self._check_groups()
-
-    def _check_groups(self) -> None:
-        """Refuses groups without enough experts."""
-        if self.count % self.groups:
-            raise QuantError(f"experts.groups is {self.groups}, must divide experts.count, {self.count}")
-        if self.active_groups > self.groups:
-            raise QuantError(f"experts.active_groups is {self.active_groups}, more than experts.groups, {self.groups}")
-        size = self.count // self.groups
-        if self.active > self.active_groups * size:
-            raise QuantError(
-                f"experts.active is {self.active}, more than {self.active_groups} groups of {size} experts have"
-            )
-        if self.groups > 1 and self.scores == "sigmoid" and size < 2:
-            raise QuantError("experts.groups have one expert each; sigmoid scores of two are summed, so two are expected")
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (MLA) of DeepSeek. Keys and values are projected from a latent vector of each token.
-
-    The keys of all heads share their rotary coordinates, which come from the token itself. The rotary coordinates of queries
-    and keys are the last `rotary_dim` of a head's `head_dim`.
-
-    Attributes:
-        rank: width of the latent that keys and values share.
-        value_dim: width of a head's value, at most `head_dim`.
-        query_rank: width of the latent of queries; 0: they are projected from the token itself.
-        norm_eps: `norm_eps` of the RMSNorms of the latents.
-        split: whether the projection of the latent is stored in two parts, as in GGUF files: leaves `k_b [H, rank, n]` and
-            `v_b [H, v, rank]` in place of `kv_b [H (n + v), rank]`.
-
-    Raises:
-        QuantError: for numbers that do not fit.
-    """
-
-    rank: int
-    value_dim: int
-    query_rank: int = 0
-    norm_eps: float = 1e-6
-    split: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "value_dim"):
-            _check_size(f"latent.{name}", getattr(self, name))
-        if self.query_rank:
-            _check_size("latent.query_rank", self.query_rank)
-        _check_positive("latent.norm_eps", self.norm_eps)
-        if not isinstance(self.split, bool):
-            raise QuantError(f"latent.split is {self.split!r}, must be true or false")
+"""A product whose input the decoder itself can rotate or scale: after attention (`out` of linear attention, too), and after the
+activation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +76,9 @@ class DecoderConfig:
         fused_mlp: whether it has one leaf for gate and up alone (GLM-4).
         experts: the mixture of experts; None: every layer is dense.
         latent: multi-head latent attention; None: grouped-query attention.
+        linear: linear attention in some layers; None: in none.
+        attention_gate: whether the output of attention is multiplied by the sigmoid of a gate, whose rows are in q after those
+            of each head (Qwen3.5); not in linear attention, which has its own.
         extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
         rotated_inputs: the products whose inputs are rotated ("down" of experts, too).
         rotated_outputs: whether the outputs of attention and of the feed-forward block are rotated, after their norms: where the
@@ -241,6 +133,8 @@ class DecoderConfig:
     fused_mlp: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    attention_gate: bool = False
     extra_layers: int = 0
     rotated_inputs: tuple[ChangedInput, ...] = ()
     rotated_outputs: bool = False
@@ -248,9 +142,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in (*_SIZES, "temperature_length"):
-            _check_size(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("norm_eps", "rope_theta", "activation_limit", "embed_scale", "residual_scale", "logit_scale"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in _POSITIVE_OR_NONE:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
@@ -264,6 +158,7 @@ class DecoderConfig:
             "fused",
             "fused_mlp",
             "sub_norms",
+            "attention_gate",
             "rotated_outputs",
         ):
             value = getattr(self, name)
@@ -293,13 +188,17 @@ class DecoderConfig:
             raise QuantError("sub_norms is true, but experts have no norms on the inputs of their down projections")
         if self.latent is not None:
             self._check_latent(self.latent)
+        if self.linear is not None:
+            self._check_linear(self.linear)
         if self.window_layers and not self.window:
             raise QuantError("window_layers is given, but window is 0")
         of_experts = () if self.experts is None else self.experts.layers
+        of_linear = () if self.linear is None else self.linear.layers
         for name, listed in (
             ("window_layers", self.window_layers),
             ("nope_layers", self.nope_layers),
             ("experts.layers", of_experts),
+            ("linear.layers", of_linear),
         ):
             if any(not 0 <= layer < self.layers for layer in listed):
                 raise QuantError(f"{name} is {listed}, must be layers from 0 to {self.layers - 1}")
@@ -312,8 +211,22 @@ class DecoderConfig:
             raise QuantError(f"rotary_dim is {self.rotary_dim}, must be between 0 and head_dim, {self.head_dim}")
         if latent.value_dim > self.head_dim:
             raise QuantError(f"latent.value_dim is {latent.value_dim}, more than head_dim, {self.head_dim}")
-        if self.fused or self.qk_norm != "none":
-            raise QuantError("latent attention has neither fused projections nor norms of queries and keys")
+        if self.fused or self.attention_gate or self.qk_norm != "none":
+            raise QuantError("latent attention has neither fused projections, nor a gate, nor norms of queries and keys")
+
+    def _check_linear(self, linear: LinearAttention) -> None:
+        """Refuses what a decoder with linear attention does not have."""
+        if len(linear.layers) >= self.layers:
+            raise QuantError(
+                f"linear.layers has {len(linear.layers)} of {self.layers} layers; one without is expected at least"
+            )
+        if self.sub_norms:
+            raise QuantError("sub_norms is true, but linear attention has a norm of its own")
+
+    @property
+    def query_width(self) -> int:
+        """The rows of the projection of queries, with those of their gates."""
+        return self.heads * self.head_dim * (2 if self.attention_gate else 1)
 
     @property
     def value_dim(self) -> int:
@@ -346,6 +259,22 @@ class DecoderConfig:
             return 0
         return self.window
 
+    def linear_of(self, layer: int) -> LinearAttention | None:
+        """The linear attention of a layer; None: it has softmax attention."""
+        if self.linear is None or layer not in self.linear.layers:
+            return None
+        return self.linear
+
+    def place_of(self, layer: int) -> int:
+        """The number of a layer among those with its kind of attention, by which a KV cache has it."""
+        is_linear = self.linear_of(layer) is not None
+        return sum((self.linear_of(i) is not None) == is_linear for i in range(layer))
+
+    @property
+    def cached_layers(self) -> int:
+        """The layers that have keys and values in a KV cache."""
+        return self.layers - (0 if self.linear is None else len(self.linear.layers))
+
     def experts_of(self, layer: int) -> Experts | None:
         """The mixture of experts of a layer; None: it is dense."""
         if self.experts is None or (self.experts.layers and layer not in self.experts.layers):
@@ -354,11 +283,11 @@ class DecoderConfig:
 
     def rotates_input_of(self, path: str) -> bool:
         """Whether the decoder rotates the input of a weight: layers/3/attn/o, layers/3/mlp/experts/0/down."""
-        return path.rsplit("/", 1)[-1] in self.rotated_inputs
+        return _changed_input(path) in self.rotated_inputs
 
     def scales_input_of(self, path: str) -> bool:
         """Whether the decoder scales the input of a weight."""
-        return path.rsplit("/", 1)[-1] in self.scaled_inputs
+        return _changed_input(path) in self.scaled_inputs
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their default as a JSON object, for `from_json`."""
@@ -374,6 +303,8 @@ class DecoderConfig:
             form["experts"] = {**dataclasses.asdict(self.experts), "layers": list(self.experts.layers)}
         if self.latent is not None:
             form["latent"] = dataclasses.asdict(self.latent)
+        if self.linear is not None:
+            form["linear"] = {**dataclasses.asdict(self.linear), "layers": list(self.linear.layers)}
         if self.rope_scaling is not None:
             form["rope_scaling"] = scaling_to_json(self.rope_scaling)
         return form
@@ -394,21 +325,18 @@ class DecoderConfig:
             form["experts"] = Experts(**{**experts, "layers": tuple(experts.get("layers", ()))})
         if form.get("latent") is not None:
             form["latent"] = LatentAttention(**checked(form["latent"], _LATENT, "a decoder configuration: latent"))
+        if form.get("linear") is not None:
+            linear = checked(form["linear"], _LINEAR, "a decoder configuration: linear")
+            form["linear"] = LinearAttention(**{**linear, "layers": tuple(linear["layers"])})
         if form.get("rope_scaling") is not None:
             form["rope_scaling"] = scaling_from_json(form["rope_scaling"], "a decoder configuration: rope_scaling")
         return cls(**form)
 
 
-def _check_size(name: str, value: object) -> None:
-    """Refuses what is no positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
-        raise QuantError(f"{name} is {value!r}, must be a positive integer below 2**40")
-
-
-def _check_positive(name: str, value: object) -> None:
-    """Refuses what is no positive number."""
-    if not isinstance(value, int | float) or not value > 0:
-        raise QuantError(f"{name} is {value!r}, must be a positive number")
+def _changed_input(path: str) -> str:
+    """The name of a weight as in `ChangedInput`."""
+    name = path.rsplit("/", 1)[-1]
+    return "o" if name == "out" else name
 
 
 _SIZES = ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "hidden", "context")
@@ -430,7 +358,8 @@ _TUPLES: dict[str, Any] = {
     "rotated_inputs": list[str],
     "scaled_inputs": list[str],
 }
-_OBJECTS = dict.fromkeys(("rope_scaling", "experts", "latent"), dict[str, Any] | None)
+_OBJECTS = dict.fromkeys(("rope_scaling", "experts", "latent", "linear"), dict[str, Any] | None)
 _CONFIG = form_of(DecoderConfig, **dict.fromkeys(_SIZES, Positive), **_TUPLES, **_OBJECTS)
 _EXPERTS = form_of(Experts, layers=list[int])
 _LATENT = form_of(LatentAttention)
+_LINEAR = form_of(LinearAttention, layers=list[int])

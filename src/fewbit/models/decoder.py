@@ -1,6 +1,6 @@
 """A decoder in plain JAX for Llama, Qwen, Gemma and others.
 
-RMSNorm, rotary embedding, grouped-query or latent attention, a gated feed-forward block or a mixture of experts. The pytree of
+RMSNorm, rotary embedding, grouped-query, latent or linear attention, a gated feed-forward block or a mixture of experts. The pytree of
 parameters, with weights `[out, in]` as in GGUF and Hugging Face files; of a Llama:
 
     {"embed": [V, D],
@@ -14,6 +14,7 @@ With quantized leaves the same functions run through `fb.transparent`. Dimension
 width, H heads, K key heads, G = H / K, h head width, F hidden, S cache positions, E experts.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,11 +32,12 @@ from ..kernels.quantize.dispatch import quantize
 from ..kvcache.cache import QuantizedCache
 from ..kvcache.policy import KVPolicy
 from ..ops.hadamard import hadamard_transform
-from .cache import AnyCache, Cache
+from .cache import AnyCache, Cache, HybridCache, kv_of
 from .config import DecoderConfig
 from .experts import mixture
 from .latent import absorbed_heads, absorbed_values, expanded_heads
 from .layer import Params, changed_input, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled, sub_norm
+from .linear_attention import linear_attention
 from .rope import LayerRotations
 
 
@@ -105,10 +107,9 @@ def prefill(
             f"tokens has {tokens.shape[1]} positions, more than the max length of the cache, {cache.max_length}; "
             "pass a larger max_length to empty_cache"
         )
-    if isinstance(cache, Cache) and cache.keys.dtype != dtype:
-        raise QuantError(
-            f"the cache is {cache.keys.dtype} and dtype is {jnp.dtype(dtype)}; pass the same dtype to empty_cache"
-        )
+    kv = kv_of(cache)
+    if isinstance(kv, Cache) and kv.keys.dtype != dtype:
+        raise QuantError(f"the cache is {kv.keys.dtype} and dtype is {jnp.dtype(dtype)}; pass the same dtype to empty_cache")
     T = tokens.shape[1]
     fits = cache.length + T <= cache.max_length
     x, cache = _hidden(params, tokens, config, dtype, cache=cache, length=length)
@@ -245,16 +246,21 @@ def _block(
     else:
         rotations = LayerRotations(config, cache.length, T, max(cache.max_length, T), length)
     windows = _Windows(config)
-    policy = cache.policy if isinstance(cache, QuantizedCache) else kv
+    cached = None if cache is None else kv_of(cache)
+    policy = cached.policy if isinstance(cached, QuantizedCache) else kv
+    places = None if config.linear is None else [config.place_of(layer) for layer in range(config.layers)]
     is_absorbed = config.latent is not None and (config.latent.split or cache is not None or kv is not None)
 
-    def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
-        attn, window = layer["attn"], windows.of_layer(index)
-        q, k, v = _heads(_before(x, attn, config), attn, rotations.of_layer(index), config, is_absorbed)
+    def attended(
+        y: Array, attn: Params, cache: Cache | QuantizedCache | None, place: Array | int, index: Array | int
+    ) -> tuple[Array, Cache | QuantizedCache | None]:
+        """The values of all heads of softmax attention for normed tokens, and the cache with the tokens."""
+        window = windows.of_layer(index)
+        q, k, v, gate = _heads(y, attn, rotations.of_layer(index), config, is_absorbed)
         q = rotations.tempered(q)
         if cache is not None:
-            cache = cache.written(index, k, v)
-            blocks = cache.blocks(index, k, v, window)
+            cache = cache.written(place, k, v)
+            blocks = cache.blocks(place, k, v, window)
         else:
             seen = seen_positions(0, T)
             if kv is not None:
@@ -263,9 +269,24 @@ def _block(
         if policy is not None and policy.int8_queries:
             q = quantize(q, QUERIES)
         mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
-        mixed = _values(mixed, attn, config, is_absorbed).swapaxes(1, 2).reshape(*x.shape[:2], -1)
-        mixed = sub_norm(mixed, attn, config)
-        x = x + _after(plus_bias(linear(changed_input(mixed, attn, "o", config), attn["o"]), attn, "o"), attn, config)
+        mixed = _values(mixed, attn, config, is_absorbed).swapaxes(1, 2).reshape(*y.shape[:2], -1)
+        return mixed if gate is None else mixed * jax.nn.sigmoid(gate), cache
+
+    def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
+        attn, place = layer["attn"], index if places is None else _of_layer(places, index)
+        y = _before(x, attn, config)
+        if config.linear is not None and "out" in attn:
+            state = cache.state(place) if isinstance(cache, HybridCache) else None
+            mixed, state = linear_attention(y, attn, config, config.linear, state, length)
+            if isinstance(cache, HybridCache):
+                cache = cache.with_state(place, state)
+        elif isinstance(cache, HybridCache):
+            mixed, written = attended(y, attn, cache.kv, place, index)
+            cache = dataclasses.replace(cache, kv=written)
+        else:
+            mixed, cache = attended(y, attn, cache, place, index)
+        mixed, name = sub_norm(mixed, attn, config), "out" if "out" in attn else "o"
+        x = x + _after(plus_bias(linear(changed_input(mixed, attn, name, config), attn[name]), attn, name), attn, config)
         mlp = layer["mlp"]
         y = _before(x, mlp, config)
         if config.experts is not None and "experts" in mlp:
@@ -279,14 +300,14 @@ def _block(
 
 def _heads(
     y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, is_absorbed: bool
-) -> tuple[Array, Array, Array]:
-    """The queries, keys and values of normed tokens. Keys and values are as a KV cache has them, or of every head."""
+) -> tuple[Array, Array, Array, Array | None]:
+    """Queries, keys and values of normed tokens, as a KV cache has them or of every head; and the gate of the output."""
     if config.latent is None:
         return queries_keys_values(y, attn, rotations, config)
     if not is_absorbed:
-        return expanded_heads(y, attn, rotations, config, config.latent)
+        return *expanded_heads(y, attn, rotations, config, config.latent), None
     q, cached = absorbed_heads(y, attn, rotations, config, config.latent)
-    return q, cached, cached
+    return q, cached, cached, None
 
 
 def _values(mixed: Array, attn: Params, config: DecoderConfig, is_absorbed: bool) -> Array:
@@ -326,10 +347,17 @@ class _Windows:
             return self.sizes[0]
         if isinstance(layer, int):
             return self.sizes[layer]
-        return jnp.asarray([size or _ALL for size in self.sizes], jnp.int32)[layer]
+        return _of_layer([size or _ALL for size in self.sizes], layer)
 
 
 _ALL = 1 << 30
+
+
+def _of_layer(numbers: list[int], layer: Array | int) -> Array | int:
+    """The number of a layer, which `lax.scan` traces."""
+    if isinstance(layer, int):
+        return numbers[layer]
+    return jnp.asarray(numbers, jnp.int32)[layer]
 
 
 def _through_layers(

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .config import DecoderConfig, Experts
+from .config import DecoderConfig
 from .layer import Params, changed_input, feed_forward, gated, linear, plus_bias
+from .part_configs import Experts
 
 _OVER_INPUTS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
 """Rows `[M, in]` in groups, times matrices `[E, out, in]`."""

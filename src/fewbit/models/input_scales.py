@@ -7,6 +7,7 @@ divided by it, so that the function does not change. In a decoder these can be d
     q, k, v; gate, up, router; head  the gain of the norm before them
     q_b; kv_b                        the gain of the latent's norm
     o                                rows of v (of kv_b in latent attention); heads that share a value share its scales
+    out of linear attention          the gain of the norm of its values, which all heads share
     down                             rows of up, where the activation is linear in them
     o, down of `config.sub_norms`    the gain of the norm before them
     o, down of `config.scaled_inputs`  the vector by which the decoder multiplies it, which is kept in the model
@@ -26,7 +27,7 @@ from .config import DecoderConfig
 from .names import contraction_axis, shapes
 
 _AFTER_NORM = {
-    "attn": ("q", "k", "v", "q+k+v", "q_a", "kv_a"),
+    "attn": ("q", "k", "v", "q+k+v", "q_a", "kv_a", "qkv", "z", "beta", "alpha", "qkvz", "ba"),
     "mlp": ("gate", "up", "gate+up", "router", "shared_expert_gate"),
 }
 _IN_BLOCK = ("gate", "up", "gate+up")
@@ -135,8 +136,12 @@ class _Inputs:
             yield from self.after_norm(f"{at}/q_a_norm", [f"{at}/q_b"])
             if not latent.split:
                 yield from self.after_norm(f"{at}/kv_a_norm", [f"{at}/kv_b"])
-        if config.scales_input_of(f"{at}/o"):
-            yield self.kept(f"{at}/o")
+        out = f"{at}/out" if f"{at}/out" in self.shapes else f"{at}/o"
+        if config.scales_input_of(out):
+            yield self.kept(out)
+            return
+        if out.endswith("/out"):
+            yield self.after_linear_attention(out)
             return
         if config.sub_norms:
             yield from self.after_norm(f"{at}/sub_norm", [f"{at}/o"])
@@ -154,6 +159,12 @@ class _Inputs:
         sources = [Channels(f"{at}/{name}", -2, range(first, first + width)), Channels(f"{at}/v_bias", -1, range(width))]
         channels = tuple((head // config.group) * h + i for head in range(config.heads) for i in range(h))
         yield self.before_product(f"{at}/o", sources, channels)
+
+    def after_linear_attention(self, reader: str) -> ScalableInput:
+        """The input of the output projection of linear attention. The gain before it belongs to every head, and has no offset."""
+        gain = self.shapes[f"{reader}_norm"][0]
+        channels = tuple(range(gain)) * (self.shapes[reader][1] // gain)
+        return self.before_product(reader, [Channels(f"{reader}_norm", -1, range(gain))], channels)
 
     def mlp(self, at: str) -> Iterator[ScalableInput]:
         """The inputs of a feed-forward block or a mixture of experts."""

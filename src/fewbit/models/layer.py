@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..ops.hadamard import hadamard_transform
-from .config import ChangedInput, DecoderConfig
+from .config import DecoderConfig
 from .joined import JOINED, products
 from .rope import apply_rotary
 
@@ -22,15 +22,20 @@ Params: TypeAlias = dict[str, Any]
 
 def queries_keys_values(
     y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig
-) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"]]:
-    """The heads of normed tokens, with their norms and rotary embedding.
+) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"], Float[Array, "B T w"] | None]:
+    """The heads of normed tokens, with their norms and rotary embedding, and the gate of attention's output (w = H h) if it has one.
 
     Attention divides by `sqrt(h)`; queries are multiplied by what `config.attention_scale` differs from that.
     """
     counts = (config.heads, config.kv_heads, config.kv_heads)
-    flat = products(attn, JOINED["attn"], [n * config.head_dim for n in counts], partial(linear, y))
+    widths = (config.query_width, *(n * config.head_dim for n in counts[1:]))
+    flat = products(attn, JOINED["attn"], widths, partial(linear, y))
     flat = [plus_bias(part, attn, name) for part, name in zip(flat, JOINED["attn"], strict=True)]
     B, T, _ = y.shape
+    gate = None
+    if config.attention_gate:
+        q, gate = jnp.split(flat[0].reshape(B, T, config.heads, -1), 2, axis=-1)
+        flat[0], gate = q.reshape(B, T, -1), gate.reshape(B, T, -1)
     if config.qk_norm == "projection":
         flat = [rms_norm(flat[0], attn["q_norm"], config), rms_norm(flat[1], attn["k_norm"], config), flat[2]]
     q, k, v = (part.reshape(B, T, count, -1) for part, count in zip(flat, counts, strict=True))
@@ -40,7 +45,7 @@ def queries_keys_values(
     q, k = apply_rotary(q, *rotations, config.rope), apply_rotary(k, *rotations, config.rope)
     if config.attention_scale:
         q = scaled(q, config.attention_scale * config.head_dim**0.5)
-    return q, k, v
+    return q, k, v, gate
 
 
 def feed_forward(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig) -> Float[Array, "B T D"]:
@@ -60,16 +65,16 @@ def sub_norm(x: Float[Array, "B T K"], part: Params, config: DecoderConfig) -> F
 
 
 def changed_input(
-    x: Float[Array, "*B K"], tree: Params, product: ChangedInput, config: DecoderConfig, row: Array | None = None
+    x: Float[Array, "*B K"], tree: Params, name: str, config: DecoderConfig, row: Array | None = None
 ) -> Float[Array, "*B K"]:
-    """The input of a product, rotated by a Hadamard matrix and scaled where the configuration says so.
+    """The input of a weight, rotated by a Hadamard matrix and scaled where the configuration says so.
 
     Scales are those of the block `tree`, `[K]`, or with `row`, the expert of each row of `x`, `[E, K]`.
     """
-    if product in config.rotated_inputs:
+    if config.rotates_input_of(name):
         x = hadamard_transform(x)
-    if product in config.scaled_inputs:
-        scale = tree[f"{product}_input_scale"].astype(jnp.float32)
+    if config.scales_input_of(name):
+        scale = tree[f"{name}_input_scale"].astype(jnp.float32)
         scale = scale.reshape((1,) * (x.ndim - 1) + (-1,)) if row is None else jnp.take(scale, row, axis=0)
         x = (x.astype(jnp.float32) * scale).astype(x.dtype)
     return x

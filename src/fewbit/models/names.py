@@ -7,8 +7,9 @@ from typing import Any
 
 from .._registry import near_names
 from ..errors import QuantError
-from .config import DecoderConfig, Experts, LatentAttention
+from .config import DecoderConfig
 from .layer import Params
+from .part_configs import Experts, LatentAttention, LinearAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     D = config.width
     result: dict[str, tuple[int, ...]] = {"embed": (config.vocab, D)}
     for i in range(config.layers):
-        for part, shape in (*_attention_shapes(config), *_mlp_shapes(config, i)):
+        for part, shape in (*_attention_shapes(config, i), *_mlp_shapes(config, i)):
             path = f"layers/{i}/{part}"
             result[path] = shape
             if config.scales_input_of(path):
@@ -99,10 +100,13 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
-def _attention_shapes(config: DecoderConfig) -> Shapes:
+def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The shapes of the attention's parameters, by the path within a layer."""
-    D, h = config.width, config.head_dim
-    widths = {"q": config.heads * h, "k": config.kv_heads * h, "v": config.kv_heads * h}
+    D, h, linear = config.width, config.head_dim, config.linear_of(layer)
+    if linear is not None:
+        yield from _linear_shapes(config, linear)
+        return
+    widths = {"q": config.query_width, "k": config.kv_heads * h, "v": config.kv_heads * h}
     if config.norms != "post":
         yield "attn/norm", (D,)
     if config.latent is not None:
@@ -114,8 +118,8 @@ def _attention_shapes(config: DecoderConfig) -> Shapes:
     if config.qkv_bias and config.latent is None:
         yield from ((f"attn/{name}_bias", (width,)) for name, width in widths.items())
     if config.qk_norm != "none":
-        by_head = config.qk_norm == "head"
-        yield from ((f"attn/{name}_norm", (h if by_head else widths[name],)) for name in ("q", "k"))
+        heads = {"q": config.heads, "k": config.kv_heads}
+        yield from ((f"attn/{name}_norm", (h if config.qk_norm == "head" else n * h,)) for name, n in heads.items())
     if config.sinks:
         yield "attn/sinks", (config.heads,)
     if config.sub_norms:
@@ -144,6 +148,22 @@ def _latent_shapes(config: DecoderConfig, latent: LatentAttention) -> Shapes:
         if latent.query_rank:
             yield "attn/q_a_bias", (latent.query_rank,)
         yield "attn/kv_a_bias", (latent.rank + rotated,)
+
+
+def _linear_shapes(config: DecoderConfig, linear: LinearAttention) -> Shapes:
+    """The shapes of the parameters of linear attention."""
+    D, M, values = config.width, linear.value_heads, linear.values_width
+    if config.norms != "post":
+        yield "attn/norm", (D,)
+    if linear.layout == "by_key_head":
+        yield from (("attn/qkvz", (linear.channels + values, D)), ("attn/ba", (2 * M, D)))
+    else:
+        yield from (("attn/qkv", (linear.channels, D)), ("attn/z", (values, D)))
+        yield from (("attn/beta", (M, D)), ("attn/alpha", (M, D)))
+    yield from (("attn/conv1d", (linear.channels, 1, linear.kernel)), ("attn/dt_bias", (M,)), ("attn/A_log", (M,)))
+    yield from (("attn/out_norm", (linear.value_dim,)), ("attn/out", (D, values)))
+    if config.norms != "pre":
+        yield "attn/post_norm", (D,)
 
 
 def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:

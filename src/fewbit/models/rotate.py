@@ -22,8 +22,11 @@ from .config import DecoderConfig
 from .layer import Params
 from .names import contraction_axis, params_from_paths, paths_of_params
 
-_READERS = ("q", "k", "v", "q+k+v", "q_a", "kv_a", "gate", "up", "gate+up", "router", "shared_expert_gate")
-_WRITERS = ("o", "down")
+_LINEAR_READERS = ("qkv", "z", "beta", "alpha", "qkvz", "ba")
+_READERS = (
+    *("q", "k", "v", "q+k+v", "q_a", "kv_a", *_LINEAR_READERS, "gate", "up", "gate+up", "router", "shared_expert_gate"),
+)
+_WRITERS = ("o", "out", "down")
 
 
 def random_rotation(width: int, *, key: Key[Array, ""]) -> np.ndarray:

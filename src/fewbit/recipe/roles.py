@@ -94,7 +94,9 @@ _MIXTURE = re.compile(r"\w*moe(?:block)?(?:_\w+)?", re.IGNORECASE)
 _ROUTER = re.compile(r"routers?|router_gate|shared_expert_gate|ffn_gate_inp(?:_shexp)?", re.IGNORECASE)
 _GATE = re.compile(r"gate|wg|gating|gate_weight")
 _STATE_SPACE_MARK = re.compile(r"A_log|dt_bias|ssm_a")
-_STATE_SPACE = re.compile(r"A_log|D|dt_\w+|ssm_(?:a|d|dt|conv1d)|(?:\w+_)?conv1d")
+_STATE_SPACE = re.compile(
+    r"A_log|D|dt_\w+|ssm_(?:a|d|dt|conv1d|alpha|beta|ba)|(?:\w+_)?conv1d|alpha|beta|ba|in_proj_(?:a|b|ba)"  # a, b: gates of states
+)
 _RELATIVE = re.compile(r"\w*relative\w*|rel_pos_[hwd]|rel_embeddings|distance_embedding|r_[wr]_bias|attn_rel_b")
 _TOKEN = re.compile(
     r"(?:cls|class|mask|dist|distillation|register|reg|storage|query)_?tokens?|class_embedding|cls_embed|cls|probe"
@@ -109,7 +111,8 @@ def refined(roles: Mapping[str, Role]) -> dict[str, Role]:
     """Corrects roles by names: routers among matrices, position tables among tables.
 
     A name never makes a parameter one that recipes quantize. `gate` is a router only in a module that has experts, since the
-    gate of a gated MLP has the same name; `conv1d` is a state space's only in a module with an `A_log` or a `dt_bias`.
+    gate of a gated MLP has the same name; `conv1d` is a state space's only in a module with an `A_log` or a `dt_bias`, and so
+    are the gates of its state.
 
     Args:
         roles: the roles so far, by path; the parts of a path are separated by `.` or `/`.

@@ -10,6 +10,7 @@ from fewbit.models import (
     DecoderConfig,
     Experts,
     LatentAttention,
+    LinearAttention,
     config_from_glassllm,
     config_from_hf,
     shapes,
@@ -192,6 +193,76 @@ def test_deepseek_refuses(change: dict[str, Any], message: str):
         del settings["num_nextn_predict_layers"]
     with pytest.raises(UnsupportedError, match=message):
         config_from_hf(settings)
+
+
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3584,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+"""The text_config of Qwen3.5-0.8B."""
+
+
+def test_the_configuration_that_qwen_published():
+    config = config_from_hf(QWEN3_5)
+    linear = tuple(i for i in range(24) if i % 4 != 3)
+    assert config.linear == LinearAttention(linear, key_heads=16, value_heads=16, key_dim=128, value_dim=128)
+    assert (config.attention_gate, config.norm_offset, config.qk_norm, config.rotary_dim) == (True, 1.0, "head", 64)
+    sparse = {name: value for name, value in QWEN3_5.items() if name != "layer_types"}
+    assert config_from_hf(sparse) == config == config_from_hf({**sparse, "output_gate_type": "swish"})
+    found = shapes(config)
+    assert found["layers/0/attn/qkv"] == (6144, 1024) and found["layers/0/attn/out"] == (1024, 2048)
+    assert found["layers/3/attn/q"] == (4096, 1024) and found["layers/3/attn/o"] == (1024, 2048)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["linear_attention"]}, "layer_types of 1 layers; expected num_hidden_layers, 24"),
+        ({"layer_types": ["mamba"] * 24}, "layer_types = 'mamba'; supported is 'full_attention' or 'linear_attention'"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'; supported is None or 'swish' or 'silu'"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh'; supported is 'silu'"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings = True, which the decoder does not support"),
+    ],
+    ids=["count", "kind", "gate", "activation", "mtp"],
+)
+def test_qwen3_5_refuses(change: dict[str, Any], message: str):
+    with pytest.raises((QuantError, UnsupportedError), match=message):
+        config_from_hf({**QWEN3_5, **change})
 
 
 MINIMAX_M2 = {

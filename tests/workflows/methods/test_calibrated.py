@@ -27,10 +27,18 @@ from fewbit.workflows.methods import calibrated
 from fewbit.workflows.methods.calibrated import calibrated_weights
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.model import Model
-from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, UNTIED, random_params, random_tokens
+from tests.nets.random_decoder import FEATURES, LATENT, LINEAR, OTHERS, SMALL, UNTIED, random_params, random_tokens
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 
-CONFIGS = {"small": SMALL, "untied": UNTIED, "features": FEATURES, "others": OTHERS, "latent": LATENT}
+ONE_LINEAR = dataclasses.replace(LINEAR, layers=2, norm_offset=0.0, linear=dataclasses.replace(LINEAR.linear, layers=(0,)))
+CONFIGS = {
+    "small": SMALL,
+    "untied": UNTIED,
+    "features": FEATURES,
+    "others": OTHERS,
+    "latent": LATENT,
+    "linear": ONE_LINEAR,
+}
 
 
 def model_of(config, tmp_path) -> Model:
@@ -57,7 +65,7 @@ def errors(model, plan, values, tokens) -> float:
     "name",
     [
         "small",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("features", "latent")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("features", "latent", "linear")),
         *(pytest.param(n, marks=pytest.mark.long) for n in ("untied", "others")),
     ],
 )

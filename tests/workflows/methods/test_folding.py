@@ -20,7 +20,7 @@ from fewbit.workflows.methods.calibrated import calibrated_scales, calibrated_we
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.folding import scaled_inputs, scaled_model, with_scaling
 from fewbit.workflows.model import Model
-from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, SUB_NORMS, UNTIED
+from tests.nets.random_decoder import FEATURES, LATENT, LINEAR, OTHERS, SMALL, SUB_NORMS, UNTIED
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.workflows.methods.test_calibrated import data_of, errors, model_of
 
@@ -31,6 +31,7 @@ CONFIGS = {
     "features": FEATURES,
     "others": OTHERS,
     "latent": LATENT,
+    "linear": LINEAR,
     "sub norms": SUB_NORMS,
 }
 
@@ -46,7 +47,7 @@ def with_outliers(model: Model) -> Model:
         x, (part, name) = np.array(model.load(path)), f"/{path}".split("/")[-2:]
         if path.startswith("layers/") and name == "norm":
             x[[3, 11]] *= 40
-        elif part in ("attn", "mlp") and name in ("q", "k", "v", "gate", "up"):
+        elif part in ("attn", "mlp") and name in ("q", "k", "v", "qkv", "z", "beta", "alpha", "gate", "up"):
             x[:, [3, 11]] /= 40
         return x
 

@@ -15,7 +15,7 @@ from fewbit.models import Experts, forward
 from fewbit.workflows.methods.calibrated import calibrated_scales
 from fewbit.workflows.methods.calibration_data import calibration_data
 from fewbit.workflows.methods.folding import scaled_inputs, scaled_model, with_scaled_inputs
-from tests.nets.random_decoder import FEATURES, LATENT, SMALL
+from tests.nets.random_decoder import FEATURES, LATENT, LINEAR, SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.workflows.methods.test_calibrated import data_of, errors, model_of
 from tests.workflows.methods.test_folding import logits, rounded
@@ -26,6 +26,7 @@ CONFIGS = {
     "small": ONE,
     "features": FEATURES,
     "latent": LATENT,
+    "linear": LINEAR,
     "experts": dataclasses.replace(ONE, experts=EXPERTS),
     "interleaved": dataclasses.replace(
         ONE,
@@ -50,7 +51,7 @@ def test_the_function_stays(name: str, tmp_path):
     inputs = scaled_inputs(kept, plan)
     own = [one for one in inputs if one.name.endswith("_input_scale")]
     assert {one.name.removesuffix("_input_scale") for one in own} == {
-        path for path in kept.info if path.rsplit("/", 1)[-1] in ("o", "down")
+        path for path in kept.info if path.rsplit("/", 1)[-1] in ("o", "out", "down")
     }
     rng = np.random.default_rng(0)
     scales = {

@@ -57,7 +57,10 @@ class Files:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"format": "pt"})
 
 
-SERVERS_FUSE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+SERVERS_FUSE = (
+    *(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")),
+    *(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),
+)
 """What vLLM, SGLang and TensorRT-LLM multiply at once; they take one NVFP4 tensor scale for each of these."""
 
 

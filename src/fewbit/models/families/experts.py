@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, Positive
-from ..config import ExpertLayout, Experts
+from ..part_configs import ExpertLayout, Experts
 from .family import Common, Number
 
 

@@ -13,8 +13,9 @@ from ..._registry import near_names
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
-from ..config import DecoderConfig, Experts, LatentAttention
+from ..config import DecoderConfig
 from ..names import NameTable, check_layer_count
+from ..part_configs import Experts, LatentAttention
 from ..rope_scaling import Linear, LongRope, RopeScaling, Yarn, yarn_gain
 from .family import GGUF, MANY, Number, refuse_unless
 from .table import FAMILIES

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, Positive
-from ..config import DecoderConfig, Experts
+from ..config import DecoderConfig
+from ..part_configs import Experts
 from .family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
 
 

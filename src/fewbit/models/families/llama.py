@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, Positive
-from ..config import DecoderConfig, Experts
+from ..config import DecoderConfig
+from ..part_configs import Experts
 from .experts import MIXTRAL_NAMES
 from .family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, window_fields
 

@@ -12,6 +12,7 @@ from typing import Any
 from ...errors import QuantError
 from ..config import DecoderConfig
 from ..names import NameTable
+from .rope import OF_IMAGES
 from .table import FAMILIES, family_of
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
@@ -52,8 +53,6 @@ _SILENT: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What transformers assumes where a `text_config` is silent, by its `model_type`."""
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""What rotary embedding has for positions in images."""
 
 
 def language_config(obj: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,7 +78,7 @@ def language_config(obj: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _without_images(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary embedding of text alone."""
-    kept = {key: value for key, value in rope.items() if key not in _OF_IMAGES}
+    kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
     return {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in kept.items()}
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, Positive
-from ..config import DecoderConfig, Experts
+from ..config import DecoderConfig
+from ..part_configs import Experts
 from .experts import expert_layout, expert_names
 from .family import Common, Family, Number, decoder_config, hf_table, read_config, rope_by_kind, window_fields
 

@@ -13,6 +13,9 @@ from ..rope_scaling import Dynamic, Linear, Llama3, LongRope, RopeScaling, Yarn,
 _Number = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
 _WHERE = "config.json's rope_parameters"
 
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""What `rope_parameters` has for positions in images, which are those of the text without any."""
+
 
 def rope_fields(
     rope: Mapping[str, Any],

@@ -388,11 +388,11 @@ def rank_correlations(found: Iterable[Sensitivity]) -> dict[str, float]:
 
 
 def tied(rows: Iterable[PlanRow]) -> tuple[tuple[str, ...], ...]:
-    """The groups of weights that must have one scheme. They are multiplied at once: q, k and v; gate and up; all experts."""
+    """The groups of weights that must have one scheme. They are multiplied at once: q, k and v; qkv and z; gate and up; all experts."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         name = re.sub(r"/experts/\d+/", "/experts/", row.path)
-        name = re.sub(r"/attn/[qkv]$", "/attn/qkv", re.sub(r"/(gate|up)$", "/gate+up", name))
+        name = re.sub(r"/attn/(?:[qkvz]|qkv)$", "/attn/qkv", re.sub(r"/(gate|up)$", "/gate+up", name))
         groups.setdefault(name, []).append(row.path)
     return tuple(map(tuple, groups.values()))
 

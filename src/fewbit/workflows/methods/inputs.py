@@ -17,7 +17,10 @@ from .experts import ExpertTokens, check_unseen
 
 _MEASURE = Measure(AbsMaxRange(), ("absmax", "squares"))
 _SAME_INPUT = {f"/{name}": "/" + ",".join(names) for names in JOINED.values() for name in names[:1]}
-_LEFT_OUT = ("router", "shared_expert_gate", "embed", "head", *(name for names in JOINED.values() for name in names[1:]))
+_LEFT_OUT = (
+    *("router", "shared_expert_gate", "embed", "head", "z", "beta", "alpha", "ba"),
+    *(name for names in JOINED.values() for name in names[1:]),
+)
 
 
 def measured_inputs(

@@ -1,0 +1,207 @@
+"""Linear attention by the gated delta rule (Gated DeltaNet) of Qwen3-Next and Qwen3.5.
+
+Queries, keys and values pass a causal convolution and SiLU. A head of values has a state `S [n, m]` in place of a KV cache, which
+maps keys to values; queries and keys have length 1, and queries are divided by `sqrt(n)`:
+
+    S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T        o_t = S_t^T q_t
+    g_t = -exp(A_log) softplus(alpha_t + dt_bias)                                 beta_t = sigmoid(b_t)
+
+`g_t` decays what the state remembers, and `beta_t` is how far the value of `k_t` is replaced. The output is normed in each head and
+gated by `silu(z)`. Letters as in `decoder`; N key heads of width n, M value heads of width m, C channels of the convolution.
+
+Reference: Yang et al., Gated Delta Networks, arXiv 2412.06464, whose section 3.3 has the form by chunks.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .config import DecoderConfig
+from .layer import Params, linear
+from .part_configs import LinearAttention
+
+_CHUNK = 64
+"""Tokens whose products with each other are one matrix; states pass from one chunk to the next."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LinearState:
+    """What linear attention remembers of the tokens before. A frozen pytree.
+
+    Attributes:
+        inputs: the last inputs of the convolution, r one less than its length.
+        memory: the states of all heads.
+    """
+
+    inputs: Float[Array, "*L B r C"]
+    memory: Float[Array, "*L B M n m"]
+
+
+def linear_attention(
+    y: Float[Array, "B T D"],
+    attn: Params,
+    config: DecoderConfig,
+    part: LinearAttention,
+    state: LinearState | None = None,
+    count: Int[Array, ""] | int | None = None,
+) -> tuple[Float[Array, "B T w"], LinearState]:
+    """Linear attention of normed tokens, before the output projection.
+
+    Args:
+        y: the tokens.
+        attn: the parameters.
+        config: the configuration.
+        part: its `linear`.
+        state: what is remembered of the tokens before; None: there are none.
+        count: how many of the tokens count, before padding; None: all.
+
+    Returns:
+        The values of all heads, `w = M m`, and what is remembered of the tokens up to the last that counts.
+    """
+    if state is None:
+        state = empty_state(part, batch=y.shape[0], dtype=y.dtype)
+    T = y.shape[1]
+    qkv, z, b, alpha = _projections(y, attn, part)
+    qkv, inputs = _convolved(qkv, attn["conv1d"], state.inputs, T if count is None else count)
+    q, k, v = jnp.split(qkv, [part.keys_width, 2 * part.keys_width], axis=-1)
+    q, k = (_unit(_heads(x, part.key_heads)) for x in (q, k))
+    q, k = (jnp.repeat(x, part.value_heads // part.key_heads, axis=1) for x in (q, k))
+    beta, decay = jax.nn.sigmoid(_heads(b, part.value_heads)[..., 0]), _decays(alpha, attn, part)
+    if count is not None:  # a token of padding neither decays nor changes the state
+        counts = (jnp.arange(T, dtype=jnp.int32) < count)[None, None, :]
+        beta, decay = jnp.where(counts, beta, 0.0), jnp.where(counts, decay, 0.0)
+    values, memory = gated_delta_rule(
+        q * part.key_dim**-0.5, k, _heads(v, part.value_heads), decay=decay, beta=beta, memory=state.memory
+    )
+    values = _normed(values, attn["out_norm"], config) * jax.nn.silu(_heads(z, part.value_heads))
+    return values.swapaxes(1, 2).reshape(*y.shape[:2], -1).astype(y.dtype), LinearState(inputs, memory)
+
+
+def empty_state(
+    part: LinearAttention, *, batch: int, dtype: jax.typing.DTypeLike, layers: tuple[int, ...] = ()
+) -> LinearState:
+    """What is remembered before the first token.
+
+    Args:
+        part: the configuration.
+        batch: the number of sequences (B).
+        dtype: the dtype of the inputs of the convolution. States are float32.
+        layers: a leading axis of this size, for the states of so many layers.
+    """
+    inputs = jnp.zeros((*layers, batch, part.kernel - 1, part.channels), dtype)
+    return LinearState(inputs, jnp.zeros((*layers, batch, part.value_heads, part.key_dim, part.value_dim), jnp.float32))
+
+
+def gated_delta_rule(
+    q: Float[Array, "B M T n"],
+    k: Float[Array, "B M T n"],
+    v: Float[Array, "B M T m"],
+    *,
+    decay: Float[Array, "B M T"],
+    beta: Float[Array, "B M T"],
+    memory: Float[Array, "B M n m"],
+) -> tuple[Float[Array, "B M T m"], Float[Array, "B M n m"]]:
+    """The outputs of all tokens and the state after them, float32.
+
+    Tokens are taken by chunks. In a chunk, with `G_t` the sum of `g` up to `t`, the values that are written solve a triangular
+    system: `w_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{s<t} exp(G_t - G_s) (k_t . k_s) w_s)`, for the state `S` before the chunk.
+
+    Args:
+        q: queries, scaled.
+        k: keys, of length 1.
+        v: values.
+        decay: `g`, at most 0.
+        beta: how far the value of a key is replaced, from 0 to 1.
+        memory: the state before the first token.
+    """
+    T = q.shape[2]
+    size = min(_CHUNK, T)
+    chunks = jax.tree.map(partial(_chunked, size=size), (q, k, v, decay, beta))
+    memory, out = lax.scan(_next_chunk, memory, chunks)  # out is [chunks, B, M, size, m]
+    out = jnp.moveaxis(out, 0, 2)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])[:, :, :T], memory
+
+
+def _chunked(x: Float[Array, "B M T *n"], size: int) -> Float[Array, "chunks B M size *n"]:
+    """The tokens in chunks, the last one filled up by zeros, which leave states alone."""
+    T, rest = x.shape[2], x.shape[3:]
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -T % size), *((0, 0) for _ in rest)))
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, size, *rest), 2, 0)
+
+
+def _next_chunk(memory: Float[Array, "B M n m"], chunk: tuple[Array, ...]) -> tuple[Array, Float[Array, "B M C m"]]:
+    """The state after a chunk, and its outputs."""
+    q, k, v, decay, beta = chunk
+    size = q.shape[2]
+    total = jnp.cumsum(decay, axis=-1)
+    since = total[..., :, None] - total[..., None, :]  # [B, M, C, C]
+    is_before = jnp.tril(jnp.ones((size, size), bool))[None, None]
+    faded = jnp.exp(jnp.where(is_before, since, -jnp.inf))
+    replaced = k * beta[..., None]
+    written = v * beta[..., None] - _product(replaced * jnp.exp(total)[..., None], memory)
+    if size > 1:
+        system = _product(replaced, k, transposed=True) * faded  # its diagonal is taken for 1, and what is above it not read
+        written = lax.linalg.triangular_solve(system, written, left_side=True, lower=True, unit_diagonal=True)
+    out = _product(q * jnp.exp(total)[..., None], memory)
+    out = out + _product(_product(q, k, transposed=True) * faded, written)
+    left = jnp.exp(total[..., -1:] - total)[..., None]
+    memory = memory * jnp.exp(total[..., -1])[..., None, None] + _product((k * left).swapaxes(-1, -2), written)
+    return memory, out
+
+
+def _product(a: Float[Array, "B M r s"], b: Float[Array, "B M ..."], transposed: bool = False) -> Float[Array, "B M r t"]:
+    """`a b` of each head, or `a b^T`, in float32."""
+    numbers = (((3,), (3 if transposed else 2,)), ((0, 1), (0, 1)))
+    return lax.dot_general(a, b, numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _projections(y: Array, attn: Params, part: LinearAttention) -> tuple[Array, Array, Array, Array]:
+    """The projections qkv `[B, T, C]`, z `[B, T, M m]`, b and alpha `[B, T, M]` of normed tokens."""
+    if part.layout == "separate":
+        qkv, z, b, alpha = (linear(y, attn[name]) for name in ("qkv", "z", "beta", "alpha"))
+        return qkv, z, b, alpha
+    B, T, _ = y.shape
+    n, shared = part.key_dim, part.value_heads // part.key_heads
+    m = shared * part.value_dim
+    both = linear(y, attn["qkvz"]).reshape(B, T, part.key_heads, -1)
+    q, k, v, z = (x.reshape(B, T, -1) for x in jnp.split(both, [n, 2 * n, 2 * n + m], axis=-1))
+    b, alpha = (x.reshape(B, T, -1) for x in jnp.split(linear(y, attn["ba"]).reshape(B, T, part.key_heads, -1), 2, axis=-1))
+    return jnp.concatenate([q, k, v], axis=-1), z, b, alpha
+
+
+def _convolved(
+    x: Float[Array, "B T C"], weight: Float[Array, "C 1 K"], before: Float[Array, "B r C"], count: Array | int
+) -> tuple[Float[Array, "B T C"], Float[Array, "B r C"]]:
+    """SiLU of each channel's causal convolution, and the last inputs of the tokens that count."""
+    T, taps = x.shape[1], weight.astype(jnp.float32).reshape(x.shape[-1], -1)
+    x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    shifted = (x[:, i : i + T].astype(jnp.float32) * taps[None, None, :, i] for i in range(taps.shape[1]))
+    last = lax.dynamic_slice_in_dim(x, count, taps.shape[1] - 1, axis=1)
+    return jax.nn.silu(sum(shifted, jnp.float32(0))), last.astype(before.dtype)
+
+
+def _decays(alpha: Float[Array, "B T M"], attn: Params, part: LinearAttention) -> Float[Array, "B M T"]:
+    """`g`, the logarithm of what is left of a state."""
+    dt = jax.nn.softplus(_heads(alpha, part.value_heads)[..., 0] + attn["dt_bias"].astype(jnp.float32)[None, :, None])
+    return -jnp.exp(attn["A_log"].astype(jnp.float32))[None, :, None] * dt
+
+
+def _heads(x: Float[Array, "B T w"], heads: int) -> Float[Array, "B heads T width"]:
+    """The heads of a projection, in float32."""
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2).astype(jnp.float32)
+
+
+def _unit(x: Float[Array, "*B n"]) -> Float[Array, "*B n"]:
+    """Vectors of length 1; shorter ones than about 1e-3 stay shorter."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _normed(x: Float[Array, "B M T m"], gain: Array, config: DecoderConfig) -> Float[Array, "B M T m"]:
+    """RMSNorm of each head, whose gain has no offset."""
+    inverse = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+    return x * inverse * gain.astype(jnp.float32)[None, None, None, :]

@@ -1,0 +1,186 @@
+"""The configurations of parts of a decoder layer: experts, latent attention, linear attention."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from ..errors import QuantError
+
+ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
+"""How a checkpoint stores experts, see `Experts`."""
+
+RouterScores = Literal["softmax", "sigmoid"]
+"""The router's scores of experts; "sigmoid" is DeepSeek-V3's, see `Experts`."""
+
+LinearLayout = Literal["separate", "by_key_head"]
+"""How a checkpoint stores the projections of linear attention, see `LinearAttention`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The mixture of experts in place of a dense feed-forward block.
+
+    A token's active experts are those with the largest scores, and their weights the scores: softmax probabilities of the
+    router's logits, or their sigmoids. Sigmoids plus a correction of each expert decide which are the largest, but the
+    correction is no part of the weights (DeepSeek-V3).
+
+    Attributes:
+        count: experts of a layer (E).
+        active: experts of each token.
+        hidden: width of an expert (F).
+        normalized: whether the weights of the active experts are divided by their sum.
+        layers: the layers that have experts; empty: all.
+        scores: the scores; "sigmoid" has a correction.
+        groups: groups of consecutive experts; divides `count`.
+        active_groups: the groups that a token's experts are chosen from, those with the largest score, or with "sigmoid"
+            the largest sum of two scores.
+        scale: multiplies the weights.
+        shared_hidden: width of an expert that every token passes; 0: none.
+        shared_gate: whether a sigmoid gate scales the shared expert.
+        bias: whether router and experts have biases.
+        layout: "separate": leaves `experts/3/gate [F, D]`; "stacked": `experts/gate [E, F, D]`; "joined": `experts/gate+up
+            [E, 2 F, D]`; "interleaved": `experts/gate+up [E, D, 2 F]`, gate and up in turn, and `experts/down [E, F, D]`
+            (gpt-oss).
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    count: int
+    active: int
+    hidden: int
+    normalized: bool = True
+    layers: tuple[int, ...] = ()
+    scores: RouterScores = "softmax"
+    groups: int = 1
+    active_groups: int = 1
+    scale: float = 1.0
+    shared_hidden: int = 0
+    shared_gate: bool = True
+    bias: bool = False
+    layout: ExpertLayout = "separate"
+
+    def __post_init__(self) -> None:
+        for name in ("count", "active", "hidden", "groups", "active_groups"):
+            check_size(f"experts.{name}", getattr(self, name))
+        if self.active > self.count:
+            raise QuantError(f"experts.active is {self.active}, more than experts.count, {self.count}")
+        if self.shared_hidden:
+            check_size("experts.shared_hidden", self.shared_hidden)
+        for name, kind in (("layout", ExpertLayout), ("scores", RouterScores)):
+            if getattr(self, name) not in get_args(kind):
+                raise QuantError(f"experts.{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
+        check_positive("experts.scale", self.scale)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Refuses groups without enough experts."""
+        if self.count % self.groups:
+            raise QuantError(f"experts.groups is {self.groups}, must divide experts.count, {self.count}")
+        if self.active_groups > self.groups:
+            raise QuantError(f"experts.active_groups is {self.active_groups}, more than experts.groups, {self.groups}")
+        size = self.count // self.groups
+        if self.active > self.active_groups * size:
+            raise QuantError(
+                f"experts.active is {self.active}, more than {self.active_groups} groups of {size} experts have"
+            )
+        if self.groups > 1 and self.scores == "sigmoid" and size < 2:
+            raise QuantError("experts.groups have one expert each; sigmoid scores of two are summed, so two are expected")
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA) of DeepSeek. Keys and values are projected from a latent vector of each token.
+
+    The keys of all heads share their rotary coordinates, which come from the token itself. The rotary coordinates of queries
+    and keys are the last `rotary_dim` of a head's `head_dim`.
+
+    Attributes:
+        rank: width of the latent that keys and values share.
+        value_dim: width of a head's value, at most `head_dim`.
+        query_rank: width of the latent of queries; 0: they are projected from the token itself.
+        norm_eps: `norm_eps` of the RMSNorms of the latents.
+        split: whether the projection of the latent is stored in two parts, as in GGUF files: leaves `k_b [H, rank, n]` and
+            `v_b [H, v, rank]` in place of `kv_b [H (n + v), rank]`.
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    rank: int
+    value_dim: int
+    query_rank: int = 0
+    norm_eps: float = 1e-6
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "value_dim"):
+            check_size(f"latent.{name}", getattr(self, name))
+        if self.query_rank:
+            check_size("latent.query_rank", self.query_rank)
+        check_positive("latent.norm_eps", self.norm_eps)
+        if not isinstance(self.split, bool):
+            raise QuantError(f"latent.split is {self.split!r}, must be true or false")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearAttention:
+    """Linear attention by the gated delta rule (Gated DeltaNet) of Qwen3-Next and Qwen3.5, see `linear_attention`.
+
+    Attributes:
+        layers: the layers that have it in place of softmax attention, in order; not all.
+        key_heads: heads of queries and keys (N).
+        value_heads: heads of values (M), each with a state of its own; consecutive ones share a head of keys.
+        key_dim: width of a head of queries or keys (n).
+        value_dim: width of a head of values (m).
+        kernel: the length of the causal convolution.
+        layout: "separate": leaves `qkv [2 N n + M m, D]`, `z [M m, D]`, `beta` and `alpha [M, D]` (Qwen3.5); "by_key_head":
+            leaves `qkvz` and `ba`, with the rows of all of them for each head of keys in turn (Qwen3-Next).
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    layout: LinearLayout = "separate"
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
+            check_size(f"linear.{name}", getattr(self, name))
+        if self.value_heads % self.key_heads:
+            raise QuantError(f"linear.key_heads is {self.key_heads}, must divide linear.value_heads, {self.value_heads}")
+        if self.layout not in get_args(LinearLayout):
+            raise QuantError(f"linear.layout is {self.layout!r}, must be one of {', '.join(get_args(LinearLayout))}")
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise QuantError(f"linear.layers is {self.layers}, must be layers in ascending order, at least one")
+
+    @property
+    def keys_width(self) -> int:
+        """The width of all heads of keys, which queries have, too."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values_width(self) -> int:
+        """The width of all heads of values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: queries, keys and values (C)."""
+        return 2 * self.keys_width + self.values_width
+
+
+def check_size(name: str, value: object) -> None:
+    """Refuses what is no positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
+        raise QuantError(f"{name} is {value!r}, must be a positive integer below 2**40")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuses what is no positive number."""
+    if not isinstance(value, int | float) or not value > 0:
+        raise QuantError(f"{name} is {value!r}, must be a positive number")
