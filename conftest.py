@@ -1,5 +1,6 @@
 """The strictness that every test and every doctest runs under; it stands at the root because both trees need it."""
 
+import collections
 import functools
 import gc
 import importlib.util
@@ -87,6 +88,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--blocks", type=int, default=250, help="how many blocks of each kind a scale search is tried on")
     optimize = {"nargs": "?", "const": "all", "choices": ("all", "numerics")}
     parser.addoption("--optimize", **optimize, help="compile with LLVM's optimizations")
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of the cases of each parametrized test, every N-th")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,6 +97,21 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(trylast=True)  # after the markers have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out all but every N-th case of each test, with `--every N`; the first one stays."""
+    counts = collections.Counter[str]()
+    chosen = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if counts[name] % config.getoption("--every") == 0:
+            chosen.append(item)
+        counts[name] += 1
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 def pytest_collection_finish() -> None:
