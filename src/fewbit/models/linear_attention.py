@@ -70,7 +70,10 @@ def linear_attention(
     qkv, inputs = _convolved(qkv, attn["conv1d"], state.inputs, T if count is None else count)
     q, k, v = jnp.split(qkv, [part.keys_width, 2 * part.keys_width], axis=-1)
     q, k = (_unit(_heads(x, part.key_heads)) for x in (q, k))
-    q, k = (jnp.repeat(x, part.value_heads // part.key_heads, axis=1) for x in (q, k))
+    if part.layout == "gguf_tiled":
+        q, k = (jnp.tile(x, (1, part.value_heads // part.key_heads, 1, 1)) for x in (q, k))
+    else:
+        q, k = (jnp.repeat(x, part.value_heads // part.key_heads, axis=1) for x in (q, k))
     beta, decay = jax.nn.sigmoid(_heads(b, part.value_heads)[..., 0]), _decays(alpha, attn, part)
     if count is not None:  # a token of padding neither decays nor changes the state
         counts = (jnp.arange(T, dtype=jnp.int32) < count)[None, None, :]
@@ -162,20 +165,26 @@ def _product(a: Float[Array, "B M r s"], b: Float[Array, "B M ..."], transposed:
 
 def _projections(y: Array, attn: Params, part: LinearAttention) -> tuple[Array, Array, Array, Array]:
     """The projections qkv `[B, T, C]`, z `[B, T, M m]`, b and alpha `[B, T, M]` of normed tokens."""
-    if part.layout == "separate":
-        qkv, z, b, alpha = (linear(y, attn[name]) for name in ("qkv", "z", "beta", "alpha"))
-        return qkv, z, b, alpha
-    B, T, _ = y.shape
-    n, shared = part.key_dim, part.value_heads // part.key_heads
-    m = shared * part.value_dim
-    both = linear(y, attn["qkvz"]).reshape(B, T, part.key_heads, -1)
-    q, k, v, z = (x.reshape(B, T, -1) for x in jnp.split(both, [n, 2 * n, 2 * n + m], axis=-1))
-    b, alpha = (x.reshape(B, T, -1) for x in jnp.split(linear(y, attn["ba"]).reshape(B, T, part.key_heads, -1), 2, axis=-1))
-    return jnp.concatenate([q, k, v], axis=-1), z, b, alpha
+
+    def by_key_head(name: str, *widths: int) -> list[Array]:
+        """The parts of a projection that has those of each head of keys in turn."""
+        x = linear(y, attn[name]).reshape(*y.shape[:2], part.key_heads, -1)
+        ends = [sum(widths[:i]) for i in range(1, len(widths))]
+        return [one.reshape(*y.shape[:2], -1) for one in jnp.split(x, ends, axis=-1)]
+
+    shared = part.value_heads // part.key_heads
+    if "qkvz" in attn:
+        n, m = part.key_dim, shared * part.value_dim
+        q, k, v, z = by_key_head("qkvz", n, n, m, m)
+        qkv = jnp.concatenate([q, k, v], axis=-1)
+    else:
+        qkv, z = linear(y, attn["qkv"]), linear(y, attn["z"])
+    b, alpha = by_key_head("ba", shared, shared) if "ba" in attn else [linear(y, attn[name]) for name in ("beta", "alpha")]
+    return qkv, z, b, alpha
 
 
 def _convolved(
-    x: Float[Array, "B T C"], weight: Float[Array, "C 1 K"], before: Float[Array, "B r C"], count: Array | int
+    x: Float[Array, "B T C"], weight: Float[Array, "C *one K"], before: Float[Array, "B r C"], count: Array | int
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B r C"]]:
     """SiLU of each channel's causal convolution, and the last inputs of the tokens that count."""
     T, taps = x.shape[1], weight.astype(jnp.float32).reshape(x.shape[-1], -1)
@@ -188,7 +197,8 @@ def _convolved(
 def _decays(alpha: Float[Array, "B T M"], attn: Params, part: LinearAttention) -> Float[Array, "B M T"]:
     """`g`, the logarithm of what is left of a state."""
     dt = jax.nn.softplus(_heads(alpha, part.value_heads)[..., 0] + attn["dt_bias"].astype(jnp.float32)[None, :, None])
-    return -jnp.exp(attn["A_log"].astype(jnp.float32))[None, :, None] * dt
+    rate = attn["A"].astype(jnp.float32) if part.is_gguf else -jnp.exp(attn["A_log"].astype(jnp.float32))
+    return rate[None, :, None] * dt
 
 
 def _heads(x: Float[Array, "B T w"], heads: int) -> Float[Array, "B heads T width"]:

@@ -156,11 +156,16 @@ def _linear_shapes(config: DecoderConfig, linear: LinearAttention) -> Shapes:
     if config.norms != "post":
         yield "attn/norm", (D,)
     if linear.layout == "by_key_head":
-        yield from (("attn/qkvz", (linear.channels + values, D)), ("attn/ba", (2 * M, D)))
+        yield "attn/qkvz", (linear.channels + values, D)
     else:
         yield from (("attn/qkv", (linear.channels, D)), ("attn/z", (values, D)))
+    if linear.layout in ("by_key_head", "gguf"):
+        yield "attn/ba", (2 * M, D)
+    else:
         yield from (("attn/beta", (M, D)), ("attn/alpha", (M, D)))
-    yield from (("attn/conv1d", (linear.channels, 1, linear.kernel)), ("attn/dt_bias", (M,)), ("attn/A_log", (M,)))
+    one = () if linear.is_gguf else (1,)
+    yield from (("attn/conv1d", (linear.channels, *one, linear.kernel)), ("attn/dt_bias", (M,)))
+    yield "attn/A" if linear.is_gguf else "attn/A_log", (M,)
     yield from (("attn/out_norm", (linear.value_dim,)), ("attn/out", (D, values)))
     if config.norms != "pre":
         yield "attn/post_norm", (D,)

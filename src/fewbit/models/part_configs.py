@@ -11,7 +11,7 @@ ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
 RouterScores = Literal["softmax", "sigmoid"]
 """The router's scores of experts; "sigmoid" is DeepSeek-V3's, see `Experts`."""
 
-LinearLayout = Literal["separate", "by_key_head"]
+LinearLayout = Literal["separate", "by_key_head", "gguf", "gguf_tiled"]
 """How a checkpoint stores the projections of linear attention, see `LinearAttention`."""
 
 
@@ -134,7 +134,9 @@ class LinearAttention:
         value_dim: width of a head of values (m).
         kernel: the length of the causal convolution.
         layout: "separate": leaves `qkv [2 N n + M m, D]`, `z [M m, D]`, `beta` and `alpha [M, D]` (Qwen3.5); "by_key_head":
-            leaves `qkvz` and `ba`, with the rows of all of them for each head of keys in turn (Qwen3-Next).
+            leaves `qkvz` and `ba`, with the rows of all of them for each head of keys in turn (Qwen3-Next). In GGUF files
+            `A = -exp(A_log)` in place of `A_log`, and for Qwen3-Next ("gguf") `qkv`, `z` and `ba`; for Qwen3.5 ("gguf_tiled") the
+            leaves of "separate", where head j of values shares head `j mod N` of keys.
 
     Raises:
         QuantError: for numbers that do not fit.
@@ -172,6 +174,11 @@ class LinearAttention:
     def channels(self) -> int:
         """The channels of the convolution: queries, keys and values (C)."""
         return 2 * self.keys_width + self.values_width
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the leaves are those of a GGUF file."""
+        return self.layout in ("gguf", "gguf_tiled")
 
 
 def check_size(name: str, value: object) -> None:

@@ -95,7 +95,7 @@ _ROUTER = re.compile(r"routers?|router_gate|shared_expert_gate|ffn_gate_inp(?:_s
 _GATE = re.compile(r"gate|wg|gating|gate_weight")
 _STATE_SPACE_MARK = re.compile(r"A_log|dt_bias|ssm_a")
 _STATE_SPACE = re.compile(
-    r"A_log|D|dt_\w+|ssm_(?:a|d|dt|conv1d|alpha|beta|ba)|(?:\w+_)?conv1d|alpha|beta|ba|in_proj_(?:a|b|ba)"  # a, b: gates of states
+    r"A_log|[AD]|dt_\w+|ssm_(?:a|d|dt|conv1d|alpha|beta|ba)|(?:\w+_)?conv1d|alpha|beta|ba|in_proj_(?:a|b|ba)"  # a, b: gates of states
 )
 _RELATIVE = re.compile(r"\w*relative\w*|rel_pos_[hwd]|rel_embeddings|distance_embedding|r_[wr]_bias|attn_rel_b")
 _TOKEN = re.compile(

@@ -68,6 +68,22 @@ _ROUTED: dict[str, Any] = {
     "routed_scaling_factor": 2.0,
 }
 
+_LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "rms_norm_eps": 1e-6,
+}
+_QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -85,6 +101,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
     ),
+    "qwen3-next": ("qwen3_next", {**_LINEAR, **_QWEN_EXPERTS}),
+    "qwen3.5": ("qwen3_5_text", _LINEAR),
+    "qwen3.5-one-key-head-each": ("qwen3_5_text", {**_LINEAR, "linear_num_key_heads": 4, "full_attention_interval": 2}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**_LINEAR, **_QWEN_EXPERTS}),
     "gemma2": (
         "gemma2",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True},
@@ -241,5 +261,9 @@ def save_family(name: str, directory: Path) -> Any:
         for path, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in path or "bias" in path or "sinks" in path:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            if path.endswith(
+                "A_log"
+            ):  # a state that is forgotten at once has values near zero, whose norm amplifies rounding
+                parameter.fill_(-4)
     model.save_pretrained(directory)
     return model

@@ -13,6 +13,7 @@ from fewbit.models import (
     FAMILIES,
     DecoderConfig,
     Family,
+    LinearAttention,
     config_from_gguf,
     config_from_hf,
     forward,
@@ -213,6 +214,7 @@ KEYS = {
 CHANGED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
+    "qwen3_next": {"mlp_only_layers": []},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {
         "query_pre_attn_scalar": 16,
@@ -244,13 +246,15 @@ def as_gguf(
         if family.permutes and part in ("attn/q", "attn/k", "attn/q_bias", "attn/k_bias"):
             pairs = array.reshape(-1, 2, config.head_dim // 2, *array.shape[1:])
             array = pairs.swapaxes(1, 2).reshape(array.shape)
-        if config.norm_offset and path.endswith("norm"):
+        if config.norm_offset and path.endswith("norm") and not path.endswith("out_norm"):
             array = array + config.norm_offset
         arrays[path] = array
     if config.experts is not None:
         arrays = with_stacks(arrays, config)
     if config.latent is not None and split:
         arrays = with_parts(arrays, config)
+    if config.linear is not None:
+        arrays = with_llama_cpp_heads(arrays, config.linear)
     named = {family.gguf_table.name(path): array for path, array in arrays.items()}
     fields = {"general.architecture": family.gguf, **{f"{family.gguf}.{k}": getattr(config, v) for k, v in KEYS.items()}}
     if config.window_rope_theta:
@@ -266,6 +270,8 @@ def as_gguf(
         fields["olmo2.attention.sliding_window_pattern"] = pattern
     if family.gguf in ("deepseek2", "glm4moe", "dots1", "minimax-m2"):
         fields |= {f"{family.gguf}.{key}": value for key, value in routed_fields(config).items()}
+    if config.linear is not None:
+        fields |= {f"{family.gguf}.{key}": value for key, value in linear_fields(config.linear).items()}
     if config.latent is not None:
         fields |= {f"deepseek2.{key}": value for key, value in latent_fields(config, split=split).items()}
     if config.rope_scaling is not None:
@@ -308,6 +314,50 @@ def latent_fields(config: DecoderConfig, *, split: bool) -> dict[str, Any]:
         "attention.key_length_mla": config.head_dim,
         "attention.value_length_mla": latent.value_dim,
     }
+
+
+def linear_fields(linear: LinearAttention) -> dict[str, Any]:
+    """The fields of linear attention, in every second layer."""
+    return {
+        "full_attention_interval": 2,
+        "ssm.conv_kernel": linear.kernel,
+        "ssm.state_size": linear.key_dim,
+        "ssm.group_count": linear.key_heads,
+        "ssm.time_step_rank": linear.value_heads,
+        "ssm.inner_size": linear.value_heads * linear.value_dim,
+    }
+
+
+def with_llama_cpp_heads(arrays: dict[str, Any], linear: LinearAttention) -> dict[str, Any]:
+    """The arrays with what has heads of values in llama.cpp's order: those of Qwen3.5 by their place within a head of keys first."""
+    N, M, n, m = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim
+    is_tiled = linear.layout == "separate"
+
+    def in_order(x: Any, width: int, axis: int = 0) -> Any:
+        if not is_tiled:
+            return x
+        heads = jnp.moveaxis(x, axis, 0).reshape(N, M // N, width, -1).swapaxes(0, 1)
+        return jnp.moveaxis(heads.reshape(M * width, *jnp.moveaxis(x, axis, 0).shape[1:]), 0, axis)
+
+    found: dict[str, Any] = {}
+    for path, x in arrays.items():
+        at, _, name = path.rpartition("/")
+        if name == "qkvz":
+            q, k, v, z = jnp.split(x.reshape(N, -1, x.shape[1]), [n, 2 * n, 2 * n + M // N * m], axis=1)
+            found[f"{at}/qkv"] = jnp.concatenate([part.reshape(-1, x.shape[1]) for part in (q, k, v)])
+            found[f"{at}/z"] = z.reshape(-1, x.shape[1])
+        elif name in ("qkv", "conv1d"):
+            x = x.reshape(len(x), -1)
+            found[path] = jnp.concatenate([x[: 2 * N * n], in_order(x[2 * N * n :], m)])
+        elif name in ("z", "beta", "alpha", "dt_bias"):
+            found[path] = in_order(x, m if name == "z" else 1)
+        elif name == "A_log":
+            found[f"{at}/A"] = -jnp.exp(in_order(x, 1))
+        elif name == "out":
+            found[path] = in_order(x, m, axis=1)
+        else:
+            found[path] = x
+    return found
 
 
 def with_parts(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
@@ -364,6 +414,10 @@ def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_
     if config.latent is not None:
         assert found.latent == dataclasses.replace(config.latent, split=True)
         same["latent"] = config.latent
+    if config.linear is not None:
+        layout = "gguf_tiled" if config.linear.layout == "separate" else "gguf"
+        assert found.linear == dataclasses.replace(config.linear, layout=layout)
+        same["linear"] = config.linear
     assert dataclasses.replace(found, **same) == config
 
 
@@ -440,8 +494,12 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
             ours = family.gguf_table.name(f"layers/{layer}/mlp/experts/{part}")
         elif "/experts/" in path:
             continue  # the converter splits gate and up by hand
+        elif path.endswith("attn/qkvz"):
+            continue  # the converter splits it by hand, into attn_qkv and attn_gate
         else:
             source = family.table.name(path).replace("correction_bias", "correction.bias")  # as the converter does
+            source = source.replace("dt_bias", "dt_proj.bias")
+            path = path.replace("A_log", "A")
             theirs = names.get_name(source, try_suffixes=(".weight", ".bias"))
             ours = family.gguf_table.name(path)
         assert theirs is not None, path

@@ -1,21 +1,26 @@
 """Models become GGUF files: names, metadata and tokenizer, from each container that models come in."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
+from collections.abc import Callable
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError, io, workflows
+from fewbit.io import write_imatrix
 from fewbit.io.containers.container import Weight
 from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import stored
 from fewbit.io.gguf.writer import GGUFWriter
+from fewbit.models import forward
 from fewbit.models.names import shapes
 from fewbit.workflows.convert.gguf import why_not, why_not_model, why_not_weight, write_gguf
 from fewbit.workflows.convert.targets import check_target
@@ -377,3 +382,72 @@ def test_a_scheme_without_a_type_leaves_no_file(directory, tmp_path):
 def test_ternary_tensors_are_written_in_either_type(tmp_path):
     q = fb.quantize(jnp.ones((2, 256)), "tq2_0")
     assert [stored(q, "w", kind).type_name for kind in ("TQ2_0", "TQ1_0")] == ["TQ2_0", "TQ1_0"]
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory) -> Callable[[str], workflows.Model]:
+    """Opens a small checkpoint with linear attention whose heads of values share keys."""
+
+    @functools.cache
+    def opened(case: str) -> workflows.Model:
+        kind, settings = FAMILIES[case]
+        save_tokenizer(directory := tmp_path_factory.mktemp(case) / "tokenizer")
+        tokenizer = (directory / "tokenizer.json").read_text()
+        return workflows.load(family_directory(directory.parent / "hf", kind, {**CONFIG, **settings}, tokenizer))
+
+    return opened
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_quantized_linear_attention_computes_the_same_from_a_gguf_file(case, hybrids, tmp_path):
+    model = hybrids(case)
+    plan = workflows.plan_model(model, recipe="q4_0")
+    assert plan["layers/0/attn/out"].policy is not None
+    kept = workflows.load(workflows.quantize(model, plan, tmp_path / "q").path)
+    written = workflows.load(
+        workflows.quantize(kept, workflows.plan_model(kept, recipe="keep"), tmp_path / "m.gguf", to="gguf").path
+    )
+    assert fb.is_qarray(written.load("layers/0/attn/out")) and fb.is_qarray(written.load("layers/0/attn/qkv"))
+    tokens = jnp.arange(20).reshape(2, 10)
+
+    def logits(model: workflows.Model) -> np.ndarray:
+        params = jax.tree.map(jnp.asarray, model.params())
+        return np.asarray(fb.transparent(lambda params: forward(params, tokens, model.runnable_config()))(params))
+
+    expected = logits(kept)
+    np.testing.assert_allclose(logits(written), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+def test_an_importance_matrix_has_the_channels_of_linear_attention_in_llama_cpp_order(hybrids, tmp_path):
+    model = hybrids("qwen3.5")
+    written = workflows.load(write_gguf(model, ((path, model.load(path)) for path in model.info), tmp_path / "m.gguf"))
+    data = workflows.CalibrationData("ids", np.arange(64, dtype=np.int32).reshape(2, 32))
+    ours, theirs = (workflows.importance_matrix(one, data) for one in (model, written))
+    assert set(ours.entries) == set(theirs.entries) and "blk.0.ssm_out.weight" in ours.entries
+    for name, one in theirs.entries.items():
+        np.testing.assert_allclose(ours.entries[name].squares, one.squares, rtol=1e-3, err_msg=name)
+    file = workflows.ImportanceFile(tmp_path / "a.gguf", theirs)
+    write_imatrix(file.path, theirs)
+    plan = workflows.plan_model(model, recipe="q4_0")
+    found = file.observations(model, plan)["layers/0/attn/out"].squares
+    order = np.arange(128).reshape(2, 2, 32).swapaxes(0, 1).reshape(-1)
+    np.testing.assert_array_equal(np.asarray(found)[order], theirs.entries["blk.0.ssm_out.weight"].squares[0])
+
+
+def test_blocks_that_heads_of_values_cannot_be_reordered_in_are_refused_before_any_work(hybrids):
+    model = hybrids("qwen3.5")
+    plan = workflows.plan_model(model, recipe={"rules": [{"path": ".*/attn/out", "policy": "nvfp4"}]})
+    said = r"linear_attn\.out_proj\.weight cannot be stored exactly: .*by heads of 32, which blocks of 64 do not divide"
+    with pytest.raises(UnsupportedError, match=said):
+        check_target("gguf", model, plan)
+
+
+def test_linear_attention_in_another_pattern_of_layers_is_refused(hybrids, tmp_path):
+    settings = {
+        **CONFIG,
+        **FAMILIES["qwen3.5"][1],
+        "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+    }
+    model = workflows.load(family_directory(tmp_path / "m", "qwen3_5_text", settings))
+    assert "every n-th layer of qwen3_5_text; layer_types is another pattern" in (why_not_model(model) or "")

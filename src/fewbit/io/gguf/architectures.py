@@ -53,6 +53,8 @@ class Architecture:
         stores_normalization: whether files say that the weights of the active experts are divided by their sum.
         has_all_heads: whether it runs only with as many heads of keys as of queries.
         rotates_part: whether a part of each head may rotate.
+        has_linear_attention: whether all but every n-th layer have linear attention.
+        has_tiled_values: whether its heads of values are in the order of `linear_attention`.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -71,6 +73,8 @@ class Architecture:
     stores_normalization: bool = False
     has_all_heads: bool = False
     rotates_part: bool = False
+    has_linear_attention: bool = False
+    has_tiled_values: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     large_layers: int | None = None
@@ -98,6 +102,54 @@ _ROUTED = (
 )
 _NO_GROUPS = {"n_group": (1, None), "topk_group": (1, None)}
 _UNTIED = {"tie_word_embeddings": (False,)}
+
+_LINEAR = (
+    ("ssm.conv_kernel", int, ("linear_conv_kernel_dim",)),
+    ("ssm.state_size", int, ("linear_key_head_dim",)),
+    ("ssm.group_count", int, ("linear_num_key_heads",)),
+    ("ssm.time_step_rank", int, ("linear_num_value_heads",)),
+)
+_QWEN3_5 = Architecture(
+    "qwen35",
+    (*_HEAD, *_LINEAR),
+    norm_offset=1.0,
+    has_tensor_scales=True,
+    rotates_part=True,
+    has_linear_attention=True,
+    has_tiled_values=True,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+    },
+    assumed={
+        **_SILU,
+        "rms_norm_eps": (1e-6,),  # llama.cpp's of the length of queries and keys, too, which transformers has fixed
+        "attention_bias": (False,),
+        "attn_output_gate": (True,),
+        "output_gate_type": ("swish", "silu", None),
+    },
+)
+_QWEN3_5_MOE = dataclasses.replace(
+    _QWEN3_5,
+    name="qwen35moe",
+    fields=(*_QWEN3_5.fields, *_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH),
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    assumed={**_QWEN3_5.assumed, **_EVERY_LAYER, "norm_topk_prob": (True,)},
+)
 
 _DEEPSEEK = Architecture(
     "deepseek2",
@@ -162,6 +214,9 @@ ARCHITECTURES = {
         defaults={"norm_topk_prob": False},
         assumed={**_SILU, **_NO_WINDOW, **_EVERY_LAYER, "norm_topk_prob": (True,)},
     ),
+    "qwen3_next": dataclasses.replace(_QWEN3_5_MOE, name="qwen3next", has_tiled_values=False, has_tensor_scales=False),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "gemma": Architecture(
         "gemma",
         norm_offset=1.0,

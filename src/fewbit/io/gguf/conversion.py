@@ -18,6 +18,7 @@ from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
 from .architectures import ARCHITECTURES, Architecture
+from .linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
 from .stored import Stored, stacked, stored
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -63,7 +64,7 @@ class Conversion:
             )
         for name in names:
             is_expert = _EXPERT.fullmatch(name) or _EXPERTS.fullmatch(name)
-            if not self._is_dropped(name) and not is_expert and not name.endswith(_LATENT):
+            if not self._is_dropped(name) and not is_expert and not name.endswith(_LATENT) and linear_part(name) is None:
                 self._name(name)
 
     def targets(self, name: str) -> tuple[str, ...]:
@@ -79,6 +80,8 @@ class Conversion:
             layer, part, suffix = found.groups()
             kinds = ("down",) if part in _DOWN else ("gate", "up")
             return tuple(f"blk.{layer}.ffn_{kind}_exps.{'bias' if suffix == '_bias' else 'weight'}" for kind in kinds)
+        if found := linear_part(name):
+            return tuple(f"blk.{found[0]}.{target}" for target in PARTS[found[1]])
         return (self._name(name),)
 
     def tensors(self, values: Iterable[tuple[str, np.ndarray | jax.Array | QArray]]) -> Iterator[tuple[str, Stored]]:
@@ -110,6 +113,10 @@ class Conversion:
                     yield target, self._checked(target, tensor)
             elif name.endswith(_LATENT):
                 yield from self._latent_parts(name, value)
+            elif found := linear_part(name):
+                parts = linear_tensors(found[1], value, self._linear_heads, f"tensor {name!r}", self.ternary)
+                for target, tensor in zip(self.targets(name), parts, strict=True):
+                    yield target, self._checked(target, tensor)
             else:
                 target = self._name(name)
                 yield target, self._checked(target, self._converted(target, stored(value, f"tensor {name!r}", self.ternary)))
@@ -127,6 +134,11 @@ class Conversion:
     def _settings(self) -> dict[str, Any]:
         """The config.json, and the values of the architecture that it omits."""
         return {**self.architecture.defaults, **self.config}
+
+    @functools.cached_property
+    def _linear_heads(self) -> LinearHeads:
+        """The heads of linear attention."""
+        return LinearHeads.of(self._settings, is_tiled=self.architecture.has_tiled_values)
 
     @property
     def _expert_count(self) -> int:

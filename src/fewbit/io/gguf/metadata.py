@@ -12,6 +12,7 @@ from ..._registry import near_names
 from ...errors import QuantError, UnsupportedError
 from .architectures import ARCHITECTURES, COMMON, Architecture, FieldRow
 from .fields import Field
+from .linear_attention import LinearHeads
 from .stored import Stored, stored
 
 _LARGEST_HEAD = 65536
@@ -70,6 +71,8 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
         fields[f"{architecture.name}.expert_weights_norm"] = bool(said["norm_topk_prob"])
     if architecture.stores_windows and said.get("sliding_window"):
         fields[f"{architecture.name}.attention.sliding_window_pattern"] = _has_window(architecture, said)
+    if architecture.has_linear_attention:
+        fields |= {f"{architecture.name}.{key}": value for key, value in _linear_fields(architecture, said).items()}
     for key, value in _rope_fields(architecture, said).items():
         fields[f"{architecture.name}.rope.{key}"] = value
     if architecture.name == "phi3":
@@ -153,6 +156,37 @@ def _deepseek_fields(config: Mapping[str, Any]) -> dict[str, Field]:
     return fields
 
 
+def _linear_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Field]:
+    """The fields of linear attention that config.json does not have as they are."""
+    heads = LinearHeads.of(config, is_tiled=architecture.has_tiled_values)
+    fields: dict[str, Field] = {
+        "ssm.inner_size": heads.values * heads.value_dim,
+        "full_attention_interval": _full_attention_interval(config),
+    }
+    if architecture.has_tiled_values:  # positions in images, which llama.cpp asks for
+        sections = _rope(config).get("mrope_section") or [11, 11, 10]
+        fields["rope.dimension_sections"] = [*sections, 0][:4]
+    return fields
+
+
+def _full_attention_interval(config: Mapping[str, Any]) -> int:
+    """n, where every n-th layer has softmax attention.
+
+    Raises:
+        UnsupportedError: for another pattern of layers.
+    """
+    kinds = config.get("layer_types")
+    if not kinds:
+        return int(config["full_attention_interval"])
+    interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    expected = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(len(kinds))]
+    if list(kinds) != expected:
+        raise UnsupportedError(
+            f"llama.cpp has softmax attention in every n-th layer of {config['model_type']}; layer_types is another pattern"
+        )
+    return interval
+
+
 def _is_by_groups(config: Mapping[str, Any]) -> bool:
     """Whether experts are chosen from some of their groups."""
     groups = config.get("n_group") or 1
@@ -210,7 +244,9 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         raise UnsupportedError(f"llama.cpp runs {name} only with as many heads of keys as of queries")
     if name == "glm4moe" and not config.get("n_shared_experts"):
         raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
-    if not architecture.stores_windows or (config.get("sliding_window") and not config.get("layer_types")):
+    if architecture.has_linear_attention:
+        _full_attention_interval(config)
+    elif not architecture.stores_windows or (config.get("sliding_window") and not config.get("layer_types")):
         _check_windows(architecture, config)
     if name == "smollm3":
         rotated, interval = config.get("no_rope_layers") or [], config.get("no_rope_layer_interval")

@@ -15,7 +15,7 @@ from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
 from ..config import DecoderConfig
 from ..names import NameTable, check_layer_count
-from ..part_configs import Experts, LatentAttention
+from ..part_configs import Experts, LatentAttention, LinearAttention
 from ..rope_scaling import Linear, LongRope, RopeScaling, Yarn, yarn_gain
 from .family import GGUF, MANY, Number, refuse_unless
 from .table import FAMILIES
@@ -153,6 +153,12 @@ class _Gguf(msgspec.Struct):
     split_key_length: Positive | None = None
     split_value_length: Positive | None = None
     temperature_scale: float = 0.0
+    interval: Positive = 4
+    conv_kernel: Positive | None = None
+    state_size: Positive | None = None
+    group_count: Positive | None = None
+    time_step_rank: Positive | None = None
+    inner_size: Positive | None = None
     window: Count | None = None
     window_pattern: Positive | list[bool] | None = None
     attention_cap: float = 0.0
@@ -203,6 +209,12 @@ _KEYS = {
     "split_key_length": "attention.key_length_mla",
     "split_value_length": "attention.value_length_mla",
     "temperature_scale": "attention.temperature_scale",
+    "interval": "full_attention_interval",
+    "conv_kernel": "ssm.conv_kernel",
+    "state_size": "ssm.state_size",
+    "group_count": "ssm.group_count",
+    "time_step_rank": "ssm.time_step_rank",
+    "inner_size": "ssm.inner_size",
     "window": "attention.sliding_window",
     "window_pattern": "attention.sliding_window_pattern",
     "attention_cap": "attn_logit_softcapping",
@@ -438,6 +450,23 @@ def _deepseek2(found: _Gguf) -> dict[str, Any]:
     return fields | {"attention_scale": head_dim**-0.5 * gain**2}
 
 
+def _hybrid(found: _Gguf, architecture: str) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5: linear attention in all but every n-th layer, and a gate in the others. The 1 of gains is added."""
+    sizes = {
+        name: getattr(found, name) for name in ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
+    }
+    for name, size in sizes.items():
+        if size is None:
+            raise QuantError(f"{_WHERE} lacks the field '{architecture}.{_KEYS[name]}'")
+    keys, values, key_dim, inner, kernel = sizes.values()
+    layers = tuple(i for i in range(found.layers) if (i + 1) % found.interval)
+    linear = None
+    if layers:
+        layout = "gguf" if architecture == "qwen3next" else "gguf_tiled"
+        linear = LinearAttention(layers, keys, values, key_dim, inner // values, kernel, layout)
+    return {"qk_norm": "head", "attention_gate": True, "linear": linear}
+
+
 def _windows(found: _Gguf, period: int) -> dict[str, Any]:
     """The layers with the sliding window: those of the file's pattern, or all but each `period`-th."""
     if not found.window:
@@ -459,6 +488,7 @@ ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "qwen2moe": _plain,
     "qwen3moe": _qwen3,
+    **{name: functools.partial(_hybrid, architecture=name) for name in ("qwen3next", "qwen35", "qwen35moe")},
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -11,7 +11,17 @@ from ...errors import QuantError
 from ..config import DecoderConfig
 from ..part_configs import Experts, LinearAttention, LinearLayout
 from .experts import expert_layout, expert_names
-from .family import Common, Family, Windowed, decoder_config, hf_table, read_config, refuse_unless, window_fields
+from .family import (
+    Common,
+    Family,
+    Windowed,
+    decoder_config,
+    gguf_table,
+    hf_table,
+    read_config,
+    refuse_unless,
+    window_fields,
+)
 from .rope import OF_IMAGES
 
 
@@ -209,6 +219,17 @@ _LINEAR = {
     "attn/out": "linear_attn.out_proj.weight",
 }
 _EXPERTS = {**expert_names("shared_expert"), "mlp/shared_expert_gate": "mlp.shared_expert_gate.weight"}
+_HYBRID_GGUF = gguf_table(
+    {
+        "mlp/norm": "post_attention_norm.weight",
+        "attn/qkv": "attn_qkv.weight",
+        "attn/z": "attn_gate.weight",
+        **{f"attn/{name}": f"ssm_{name}.weight" for name in ("beta", "alpha", "ba", "conv1d", "out")},
+        "attn/dt_bias": "ssm_dt.bias",
+        "attn/A": "ssm_a",
+        "attn/out_norm": "ssm_norm.weight",
+    }
+)
 _HYBRID_TABLE = dataclasses.replace(hf_table({**_LINEAR, **_EXPERTS}), others=r"mtp\..*")
 
 FAMILIES = (
@@ -216,7 +237,7 @@ FAMILIES = (
     Family("qwen3", "Qwen3", _qwen3, gguf="qwen3"),
     Family("qwen2_moe", "Qwen2-MoE", _qwen2_moe, hf_table(_EXPERTS), gguf="qwen2moe"),
     Family("qwen3_moe", "Qwen3-MoE", _qwen3_moe, hf_table(_EXPERTS), gguf="qwen3moe"),
-    Family("qwen3_next", "Qwen3-Next", _qwen3_next, _HYBRID_TABLE),
-    Family("qwen3_5_text", "Qwen3.5", _qwen3_5, _HYBRID_TABLE),
-    Family("qwen3_5_moe_text", "Qwen3.5-MoE", _qwen3_5_moe, _HYBRID_TABLE),
+    Family("qwen3_next", "Qwen3-Next", _qwen3_next, _HYBRID_TABLE, gguf="qwen3next", gguf_table=_HYBRID_GGUF),
+    Family("qwen3_5_text", "Qwen3.5", _qwen3_5, _HYBRID_TABLE, gguf="qwen35", gguf_table=_HYBRID_GGUF),
+    Family("qwen3_5_moe_text", "Qwen3.5-MoE", _qwen3_5_moe, _HYBRID_TABLE, gguf="qwen35moe", gguf_table=_HYBRID_GGUF),
 )

@@ -15,6 +15,7 @@ from ...io.gguf.blocks import why_not as why_not
 from ...io.gguf.conversion import Conversion, applies_scale, ignored_scale, is_contracted_first, with_applied_scale
 from ...io.gguf.fields import Field
 from ...io.gguf.header import read_header
+from ...io.gguf.linear_attention import LinearHeads
 from ...io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
 from ...io.gguf.reader import gguf_package, read_gguf, scale_name
 from ...io.gguf.stored import Stored, stored
@@ -143,6 +144,10 @@ def why_not_weight(model: Model, weight: Weight) -> str | None:
     if is_first and len(shape) == 3 and scheme.pack_axis == -2:
         experts, inputs, outputs = scheme.tiles(3)
         scheme, shape = scheme.with_tiles((experts, outputs, inputs), pack_axis=-1), (shape[0], shape[2], shape[1])
+    if architecture is not None and architecture.has_tiled_values and weight.name.endswith(".linear_attn.out_proj.weight"):
+        settings = {**architecture.defaults, **language_config(model.metadata)}
+        if reason := LinearHeads.of(settings, is_tiled=True).why_not_stored(weight.name, scheme):
+            return reason
     return why_not(scheme, shape)
 
 

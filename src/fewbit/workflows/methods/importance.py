@@ -11,7 +11,7 @@ from ..plan import plan_model
 from .calibrated import Progress, float_layers
 from .calibration_data import CalibrationData
 from .experts import EXPERT
-from .importance_file import tensor_names
+from .importance_file import input_order, tensor_names
 
 
 def importance_matrix(model: Model, data: CalibrationData, progress: Progress | None = None) -> ImportanceMatrix:
@@ -47,7 +47,8 @@ def importance_matrix(model: Model, data: CalibrationData, progress: Progress | 
                 counts.setdefault(name, np.zeros(experts.count, np.float32))[int(expert[1])] = count
             else:
                 # A stack of heads has a row for each, and one count.
-                sums[name] = np.atleast_2d(squares)
+                order = input_order(model, path)
+                sums[name] = np.atleast_2d(squares if order is None else squares[..., order])
                 counts[name] = np.broadcast_to(count, len(sums[name]))
     windows, length = data.windows.shape
     try:

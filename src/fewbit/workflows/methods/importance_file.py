@@ -13,6 +13,7 @@ from ...calibration.measure import Observation
 from ...errors import QuantError
 from ...io.files import file_sha256
 from ...io.gguf.imatrix import ImportanceMatrix, read_imatrix
+from ...io.gguf.linear_attention import LinearHeads
 from ...methods.imatrix import IMatrix
 from ...models.families.family import GGUF
 from ...models.families.gguf import gguf_table_of
@@ -105,6 +106,8 @@ class ImportanceFile:
                 f"{(matrices, length)}; take the importance matrix of this model"
             )
         squares = one.squares.reshape(matrices, length)
+        if (order := input_order(model, row.path)) is not None:
+            squares = squares[:, np.argsort(order)]
         counts = np.repeat(one.counts, matrices // len(one.counts))
         if expert is not None:
             index = int(expert[1])
@@ -114,6 +117,26 @@ class ImportanceFile:
         if not np.any(counts):
             return None
         return Observation(squares=jnp.asarray(squares), count=jnp.asarray(counts))
+
+
+def input_order(model: Model, path: str) -> np.ndarray | None:
+    """The order of the input channels of a weight in a GGUF file, by their places in the model.
+
+    None: they are in the order of the model. Those of the output projection of Qwen3.5's linear attention are not.
+
+    Args:
+        model: the model.
+        path: the weight's path.
+    """
+    linear = None if model.config is None else model.config.linear
+    if (
+        linear is None
+        or linear.layout != "separate"
+        or not path.endswith("/attn/out")
+        or tensor_names(model, path) == (path,)
+    ):
+        return None
+    return LinearHeads(linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim, True).order(linear.value_dim)
 
 
 def tensor_names(model: Model, path: str) -> tuple[str, ...]:
@@ -137,6 +160,8 @@ def tensor_names(model: Model, path: str) -> tuple[str, ...]:
     parts = (stacked,)
     if stacked.endswith("/experts/gate+up"):
         parts = tuple(stacked.replace("gate+up", part) for part in ("gate", "up"))
+    if stacked.endswith("/attn/qkvz"):
+        parts = tuple(stacked.replace("qkvz", part) for part in ("qkv", "z"))
     try:
         return tuple(table.name(part) for part in parts)
     except QuantError:  # llama.cpp has no such tensor
