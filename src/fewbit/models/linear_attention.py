@@ -123,7 +123,7 @@ def gated_delta_rule(
         memory: the state before the first token.
     """
     T = q.shape[2]
-    size = min(_CHUNK, T)
+    size = min(_CHUNK, 1 << (T - 1).bit_length())
     chunks = jax.tree.map(partial(_chunked, size=size), (q, k, v, decay, beta))
     memory, out = lax.scan(_next_chunk, memory, chunks)  # out is [chunks, B, M, size, m]
     out = jnp.moveaxis(out, 0, 2)
@@ -147,9 +147,7 @@ def _next_chunk(memory: Float[Array, "B M n m"], chunk: tuple[Array, ...]) -> tu
     faded = jnp.exp(jnp.where(is_before, since, -jnp.inf))
     replaced = k * beta[..., None]
     written = v * beta[..., None] - _product(replaced * jnp.exp(total)[..., None], memory)
-    if size > 1:
-        system = _product(replaced, k, transposed=True) * faded  # its diagonal is taken for 1, and what is above it not read
-        written = lax.linalg.triangular_solve(system, written, left_side=True, lower=True, unit_diagonal=True)
+    written = _product(_unit_lower_inverse(_product(replaced, k, transposed=True) * faded), written)
     out = _product(q * jnp.exp(total)[..., None], memory)
     out = out + _product(_product(q, k, transposed=True) * faded, written)
     left = jnp.exp(total[..., -1:] - total)[..., None]
@@ -157,9 +155,31 @@ def _next_chunk(memory: Float[Array, "B M n m"], chunk: tuple[Array, ...]) -> tu
     return memory, out
 
 
-def _product(a: Float[Array, "B M r s"], b: Float[Array, "B M ..."], transposed: bool = False) -> Float[Array, "B M r t"]:
+def _unit_lower_inverse(system: Float[Array, "B M C C"]) -> Float[Array, "B M C C"]:
+    """The inverse of a lower triangular matrix whose diagonal is taken for 1; C is a power of two.
+
+    Blocks of 1, 2, 4, ... of the diagonal are inverted: `[[a, 0], [b, c]]` has the inverse `[[a', 0], [-c' b a', c']]`. (The
+    triangular solve of jaxlib 0.10 divides a batch over XLA's threads and waits on one of them: two solves at once, one on each of
+    two threads, wait forever.)
+    """
+    B, M, C, _ = system.shape
+    inverse = jnp.ones((B, M, C, 1, 1), jnp.float32)
+    for size in (1 << i for i in range(C.bit_length() - 1)):
+        count = C // (2 * size)
+        blocks = system.reshape(B, M, count, 2, size, count, 2, size)[
+            :, :, :, 1, :, :, 0
+        ]  # [B, M, count, size, count, size]
+        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=2, axis2=4), -1, 2)
+        a, c = inverse[:, :, 0::2], inverse[:, :, 1::2]
+        below = -_product(_product(c, below), a)
+        inverse = jnp.concatenate([jnp.pad(a, ((0, 0),) * 4 + ((0, size),)), jnp.concatenate([below, c], axis=-1)], axis=-2)
+    return inverse[:, :, 0]
+
+
+def _product(a: Float[Array, "*B r s"], b: Float[Array, "*B u v"], transposed: bool = False) -> Float[Array, "*B r t"]:
     """`a b` of each head, or `a b^T`, in float32."""
-    numbers = (((3,), (3 if transposed else 2,)), ((0, 1), (0, 1)))
+    last, batch = a.ndim - 1, tuple(range(a.ndim - 2))
+    numbers = (((last,), (last if transposed else last - 1,)), (batch, batch))
     return lax.dot_general(a, b, numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
