@@ -114,3 +114,14 @@ def test_no_triangular_solve_that_waits_for_another_one():
     """Two of jaxlib 0.10's at once, such as those of two models in one program, wait for each other's thread forever."""
     given = {name: jnp.asarray(x, jnp.float32) for name, x in inputs(70).items()}
     assert "triangular_solve" not in str(jax.make_jaxpr(lambda given: gated_delta_rule(**given))(given))
+
+
+def test_rules_for_products_tell_its_products_by_name():
+    plan = fb.plan(
+        lambda params, tokens: forward(params, tokens, LINEAR),
+        random_params(LINEAR),
+        random_tokens(LINEAR, 1, 3),
+        recipe="int8",
+    )
+    named = [row.name.partition("#")[0] for row in plan.products]
+    assert named.count("gated_delta_rule") == len(named) - 2, "all but the scores and the mean of values of one layer"

@@ -137,6 +137,7 @@ def _chunked(x: Float[Array, "B M T *n"], size: int) -> Float[Array, "chunks B M
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, size, *rest), 2, 0)
 
 
+@jax.named_scope("gated_delta_rule")  # by which rules for products tell them from those of softmax attention
 def _next_chunk(memory: Float[Array, "B M n m"], chunk: tuple[Array, ...]) -> tuple[Array, Float[Array, "B M C m"]]:
     """The state after a chunk, and its outputs."""
     q, k, v, decay, beta = chunk
