@@ -72,8 +72,9 @@ def test_a_cache_has_keys_of_the_one_layer_and_states_of_the_others():
     cache = empty_cache(LINEAR, batch=2, max_length=14, dtype=jnp.bfloat16)
     assert isinstance(cache, HybridCache) and not isinstance(cache.kv, QuantizedCache)
     assert cache.kv.keys.shape == (1, 2, 2, 14, 8) and cache.max_length == 14
-    assert cache.states.inputs.shape == (3, 2, 2, 44) and cache.states.inputs.dtype == jnp.bfloat16
-    assert cache.states.memory.shape == (3, 2, 4, 6, 5) and cache.states.memory.dtype == jnp.float32
+    assert len(cache.states) == 3
+    assert {(state.inputs.shape, state.inputs.dtype) for state in cache.states} == {((2, 2, 44), jnp.dtype(jnp.bfloat16))}
+    assert {(state.memory.shape, state.memory.dtype) for state in cache.states} == {((2, 4, 6, 5), jnp.dtype(jnp.float32))}
     assert cache.nbytes == 2 * 2 * 2 * 2 * 14 * 8 + 3 * 2 * (2 * 44 * 2 + 4 * 6 * 5 * 4)
 
 

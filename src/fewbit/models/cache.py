@@ -78,15 +78,14 @@ class Cache:
 class HybridCache:
     """The KV cache of the layers with softmax attention, and the states of those with linear attention. A frozen pytree.
 
-    Layers are numbered by `DecoderConfig.place_of`, those of each kind from 0.
-
     Attributes:
-        kv: keys and values.
-        states: those of linear attention, with a leading axis of layers.
+        kv: keys and values; layers are numbered by `DecoderConfig.place_of`.
+        states: one for each layer with linear attention, in order: as arrays of their own each is replaced in place, where XLA would
+            copy a stack of all for each layer.
     """
 
     kv: Cache | QuantizedCache
-    states: LinearState
+    states: tuple[LinearState, ...]
 
     @property
     def length(self) -> Int[Array, ""]:
@@ -101,20 +100,11 @@ class HybridCache:
     @property
     def nbytes(self) -> int:
         """The bytes of keys, values and states."""
-        return self.kv.nbytes + self.states.inputs.nbytes + self.states.memory.nbytes
+        return self.kv.nbytes + sum(array.nbytes for array in jax.tree.leaves(self.states))
 
     def advanced(self, count: Int[Array, ""] | int) -> "HybridCache":
         """Increases `length` by `count`, after every layer has written its tokens."""
         return dataclasses.replace(self, kv=self.kv.advanced(count))
-
-    def state(self, layer: Int[Array, ""] | int) -> LinearState:
-        """The state of one layer."""
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), self.states)
-
-    def with_state(self, layer: Int[Array, ""] | int, state: LinearState) -> "HybridCache":
-        """Replaces the state of one layer."""
-        states = jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, layer, 0), self.states, state)
-        return dataclasses.replace(self, states=states)
 
 
 AnyCache: TypeAlias = Cache | QuantizedCache | HybridCache
@@ -157,4 +147,4 @@ def empty_cache(
         cache = Cache(jnp.zeros(shape, dtype), values, jnp.int32(0))
     if config.linear is None:
         return cache
-    return HybridCache(cache, empty_state(config.linear, batch=batch, dtype=dtype, layers=(len(config.linear.layers),)))
+    return HybridCache(cache, tuple(empty_state(config.linear, batch=batch, dtype=dtype) for _ in config.linear.layers))

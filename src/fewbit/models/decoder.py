@@ -14,10 +14,9 @@ With quantized leaves the same functions run through `fb.transparent`. Dimension
 width, H heads, K key heads, G = H / K, h head width, F hidden, S cache positions, E experts.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ from .config import DecoderConfig
 from .experts import mixture
 from .latent import absorbed_heads, absorbed_values, expanded_heads
 from .layer import Params, changed_input, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled, sub_norm
-from .linear_attention import linear_attention
+from .linear_attention import LinearState, linear_attention
 from .rope import LayerRotations
 
 
@@ -222,10 +221,12 @@ def layer_output(
     Raises:
         QuantError: when there are no tokens or more than the context.
     """
-    return _block(config, x.shape[1])(x, None, layer, index)[0]
+    x, _, _ = _block(config, x.shape[1])(x, None, None, layer, index)
+    return x
 
 
-_Block = Callable[[Array, AnyCache | None, Params, Array | int], tuple[Array, AnyCache | None]]
+_KV: TypeAlias = Cache | QuantizedCache | None
+_Block = Callable[[Array, _KV, LinearState | None, Params, Array | int], tuple[Array, _KV, LinearState | None]]
 
 
 def _block(
@@ -233,7 +234,7 @@ def _block(
 ) -> _Block:
     """The function of one layer for `T` tokens.
 
-    Its arguments are the residual stream, the cache, the parameters and the layer's number.
+    Its arguments are the residual stream, keys and values, the state of linear attention, the parameters and the layer's number.
     """
     if T < 1:
         raise QuantError("tokens has no positions; pass at least one token")
@@ -251,11 +252,9 @@ def _block(
     places = None if config.linear is None else [config.place_of(layer) for layer in range(config.layers)]
     is_absorbed = config.latent is not None and (config.latent.split or cache is not None or kv is not None)
 
-    def attended(
-        y: Array, attn: Params, cache: Cache | QuantizedCache | None, place: Array | int, index: Array | int
-    ) -> tuple[Array, Cache | QuantizedCache | None]:
+    def attended(y: Array, attn: Params, cache: _KV, index: Array | int) -> tuple[Array, _KV]:
         """The values of all heads of softmax attention for normed tokens, and the cache with the tokens."""
-        window = windows.of_layer(index)
+        window, place = windows.of_layer(index), index if places is None else _of_layer(places, index)
         q, k, v, gate = _heads(y, attn, rotations.of_layer(index), config, is_absorbed)
         q = rotations.tempered(q)
         if cache is not None:
@@ -272,20 +271,16 @@ def _block(
         mixed = _values(mixed, attn, config, is_absorbed).swapaxes(1, 2).reshape(*y.shape[:2], -1)
         return mixed if gate is None else mixed * jax.nn.sigmoid(gate), cache
 
-    def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
-        attn, place = layer["attn"], index if places is None else _of_layer(places, index)
+    def block(
+        x: Array, cache: _KV, state: LinearState | None, layer: Params, index: Array | int
+    ) -> tuple[Array, _KV, LinearState | None]:
+        attn, name = layer["attn"], "out" if _is_linear(layer) else "o"
         y = _before(x, attn, config)
-        if config.linear is not None and "out" in attn:
-            state = cache.state(place) if isinstance(cache, HybridCache) else None
+        if config.linear is not None and _is_linear(layer):
             mixed, state = linear_attention(y, attn, config, config.linear, state, length)
-            if isinstance(cache, HybridCache):
-                cache = cache.with_state(place, state)
-        elif isinstance(cache, HybridCache):
-            mixed, written = attended(y, attn, cache.kv, place, index)
-            cache = dataclasses.replace(cache, kv=written)
         else:
-            mixed, cache = attended(y, attn, cache, place, index)
-        mixed, name = sub_norm(mixed, attn, config), "out" if "out" in attn else "o"
+            mixed, cache = attended(y, attn, cache, index)
+        mixed = sub_norm(mixed, attn, config)
         x = x + _after(plus_bias(linear(changed_input(mixed, attn, name, config), attn[name]), attn, name), attn, config)
         mlp = layer["mlp"]
         y = _before(x, mlp, config)
@@ -293,9 +288,14 @@ def _block(
             y = mixture(y, mlp, config, config.experts)
         else:
             y = feed_forward(y, mlp, config)
-        return x + _after(y, mlp, config), cache
+        return x + _after(y, mlp, config), cache, state
 
     return block
+
+
+def _is_linear(layer: Params) -> bool:
+    """Whether a layer has linear attention."""
+    return "out" in layer["attn"]
 
 
 def _heads(
@@ -367,16 +367,38 @@ def _through_layers(
     layers: list[Any] | tuple[Any, ...],
 ) -> tuple[Array, AnyCache | None]:
     """Runs the layers: a list unrolled, stacked segments by `lax.scan`."""
+    kv = None if cache is None else kv_of(cache)
+    states = iter(cache.states if isinstance(cache, HybridCache) else ())
+    new_states: list[LinearState] = []
     if isinstance(layers, list):
         for index, layer in enumerate(layers):
-            x, cache = block(x, cache, layer, index)
-        return x, cache
+            x, kv, state = block(x, kv, next(states, None) if _is_linear(layer) else None, layer, index)
+            new_states += [] if state is None else [state]
+        return x, _with(cache, kv, new_states)
     first = 0
     for segment in layers:
-        indices = jnp.arange(first, first + jax.tree.leaves(segment)[0].shape[0], dtype=jnp.int32)
-        (x, cache), _ = lax.scan(lambda carry, at: (block(*carry, *at), None), (x, cache), (segment, indices))
-        first += len(indices)
-    return x, cache
+        count = jax.tree.leaves(segment)[0].shape[0]
+        indices = jnp.arange(first, first + count, dtype=jnp.int32)
+        of_segment = [state for _ in range(count if _is_linear(segment) else 0) if (state := next(states, None)) is not None]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_segment) if of_segment else None
+
+        def step(carry: tuple[Array, _KV], at: tuple[Any, ...]) -> tuple[tuple[Array, _KV], LinearState | None]:
+            layer, index, state = at
+            x, kv, new = block(*carry, state, layer, index)
+            return (x, kv), None if state is None else new
+
+        (x, kv), new = lax.scan(step, (x, kv), (segment, indices, stacked))
+        new_states += [jax.tree.map(lambda leaf, i=i: leaf[i], new) for i in range(len(of_segment))]
+        first += count
+    return x, _with(cache, kv, new_states)
+
+
+def _with(cache: AnyCache | None, kv: _KV, states: list[LinearState]) -> AnyCache | None:
+    """The cache with the keys, values and states of more tokens."""
+    if isinstance(cache, HybridCache):
+        assert kv is not None
+        return HybridCache(kv, tuple(states))
+    return kv
 
 
 def output_logits(params: Params, x: Float[Array, "B T D"], config: DecoderConfig) -> Float[Array, "B T V"]:

@@ -38,8 +38,8 @@ class LinearState:
         memory: the states of all heads.
     """
 
-    inputs: Float[Array, "*L B r C"]
-    memory: Float[Array, "*L B M n m"]
+    inputs: Float[Array, "B r C"]
+    memory: Float[Array, "B M n m"]
 
 
 def linear_attention(
@@ -85,19 +85,16 @@ def linear_attention(
     return values.swapaxes(1, 2).reshape(*y.shape[:2], -1).astype(y.dtype), LinearState(inputs, memory)
 
 
-def empty_state(
-    part: LinearAttention, *, batch: int, dtype: jax.typing.DTypeLike, layers: tuple[int, ...] = ()
-) -> LinearState:
+def empty_state(part: LinearAttention, *, batch: int, dtype: jax.typing.DTypeLike) -> LinearState:
     """What is remembered before the first token.
 
     Args:
         part: the configuration.
         batch: the number of sequences (B).
         dtype: the dtype of the inputs of the convolution. States are float32.
-        layers: a leading axis of this size, for the states of so many layers.
     """
-    inputs = jnp.zeros((*layers, batch, part.kernel - 1, part.channels), dtype)
-    return LinearState(inputs, jnp.zeros((*layers, batch, part.value_heads, part.key_dim, part.value_dim), jnp.float32))
+    inputs = jnp.zeros((batch, part.kernel - 1, part.channels), dtype)
+    return LinearState(inputs, jnp.zeros((batch, part.value_heads, part.key_dim, part.value_dim), jnp.float32))
 
 
 def gated_delta_rule(
