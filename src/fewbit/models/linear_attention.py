@@ -31,15 +31,15 @@ _CHUNK = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearState:
-    """What linear attention remembers of the tokens before. A frozen pytree.
+    """What linear attention remembers of the tokens before. A frozen pytree; in `lax.scan` with an axis of layers.
 
     Attributes:
         inputs: the last inputs of the convolution, r one less than its length.
         memory: the states of all heads.
     """
 
-    inputs: Float[Array, "B r C"]
-    memory: Float[Array, "B M n m"]
+    inputs: Float[Array, "*L B r C"]
+    memory: Float[Array, "*L B M n m"]
 
 
 def linear_attention(
