@@ -14,6 +14,7 @@ With quantized leaves the same functions run through `fb.transparent`. Dimension
 width, H heads, K key heads, G = H / K, h head width, F hidden, S cache positions, E experts.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -379,7 +380,7 @@ def _through_layers(
     for segment in layers:
         count = jax.tree.leaves(segment)[0].shape[0]
         indices = jnp.arange(first, first + count, dtype=jnp.int32)
-        of_segment = [state for _ in range(count if _is_linear(segment) else 0) if (state := next(states, None)) is not None]
+        of_segment = list(itertools.islice(states, count)) if _is_linear(segment) else []
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_segment) if of_segment else None
 
         def step(carry: tuple[Array, _KV], at: tuple[Any, ...]) -> tuple[tuple[Array, _KV], LinearState | None]:

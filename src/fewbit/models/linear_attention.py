@@ -164,13 +164,11 @@ def _unit_lower_inverse(system: Float[Array, "B M C C"]) -> Float[Array, "B M C 
     inverse = jnp.ones((B, M, C, 1, 1), jnp.float32)
     for size in (1 << i for i in range(C.bit_length() - 1)):
         count = C // (2 * size)
-        blocks = system.reshape(B, M, count, 2, size, count, 2, size)[
-            :, :, :, 1, :, :, 0
-        ]  # [B, M, count, size, count, size]
-        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=2, axis2=4), -1, 2)
+        below = system.reshape(B, M, count, 2, size, count, 2, size)[:, :, :, 1, :, :, 0]
+        b = jnp.moveaxis(jnp.diagonal(below, axis1=2, axis2=4), -1, 2)  # [B, M, count, size, size], as a' and c'
         a, c = inverse[:, :, 0::2], inverse[:, :, 1::2]
-        below = -_product(_product(c, below), a)
-        inverse = jnp.concatenate([jnp.pad(a, ((0, 0),) * 4 + ((0, size),)), jnp.concatenate([below, c], axis=-1)], axis=-2)
+        top = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([-_product(_product(c, b), a), c], axis=-1)], axis=-2)
     return inverse[:, :, 0]
 
 
