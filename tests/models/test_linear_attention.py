@@ -61,6 +61,7 @@ def test_chunks_are_the_recurrence(T: int, decays: str):
     np.testing.assert_allclose(memory, state, **CLOSE)
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_where_all_is_forgotten():
     given = {name: jnp.asarray(x, jnp.float32) for name, x in inputs(70, decays="all").items()}
     found = jax.grad(lambda given: jnp.sum(gated_delta_rule(**given)[0] ** 2))(given)
@@ -100,6 +101,7 @@ def test_fused_and_quantized_weights_generate_what_they_do_one_by_one():
     np.testing.assert_array_equal(fb.transparent(written)(stack_layers(fused), prompt).tokens, expected)
 
 
+@pytest.mark.slow
 def test_states_continue_in_the_dtype_of_the_model():
     config, tokens = dataclasses.replace(LINEAR, tied=True), random_tokens(LINEAR, 1, 6)
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), random_params(LINEAR))

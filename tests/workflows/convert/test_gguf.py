@@ -419,6 +419,7 @@ def test_quantized_linear_attention_computes_the_same_from_a_gguf_file(case, hyb
     np.testing.assert_allclose(logits(written), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.slow
 def test_an_importance_matrix_has_the_channels_of_linear_attention_in_llama_cpp_order(hybrids, tmp_path):
     model = hybrids("qwen3.5")
     written = workflows.load(write_gguf(model, ((path, model.load(path)) for path in model.info), tmp_path / "m.gguf"))
