@@ -103,14 +103,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out all but every N-th case of each test, with `--every N`; the first one stays."""
     counts = collections.Counter[str]()
-    chosen = []
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if counts[name] % config.getoption("--every") == 0:
-            chosen.append(item)
+        (left_out if counts[name] % config.getoption("--every") else chosen).append(item)
         counts[name] += 1
-    if len(chosen) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
 
 

@@ -156,7 +156,7 @@ SUITES = (
     Suite(
         "models/test_config.py",
         "rotary frequencies by transformers', and what configurations refuse",
-        {"models": "rope_scaling part_configs"},
+        {"models": "part_configs", "models/attention": "rope_scaling"},
     ),
     Suite(
         "models/families/test_family.py",

@@ -7,7 +7,7 @@ import pytest
 
 from fewbit.errors import QuantError
 from fewbit.models import DecoderConfig, Experts, LatentAttention
-from fewbit.models.rope_scaling import Dynamic, Llama3, LongRope, Yarn
+from fewbit.models.attention.rope_scaling import Dynamic, Llama3, LongRope, Yarn
 from tests.nets.random_decoder import BY_KEY_HEAD, CONFIGS, FEATURES, LATENT, LINEAR, OTHERS, SMALL, SUB_NORMS
 
 

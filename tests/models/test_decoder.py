@@ -13,7 +13,7 @@ import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.kvcache import KVPolicy, kv_policy
 from fewbit.models import DecoderConfig, Experts, decode_step, empty_cache, forward, prefill, stack_experts, stack_layers
-from fewbit.models.rope_scaling import Dynamic
+from fewbit.models.attention.rope_scaling import Dynamic
 from tests.nets.random_decoder import (
     BY_KEY_HEAD,
     CONFIGS,

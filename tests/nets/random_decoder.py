@@ -16,7 +16,7 @@ from fewbit.models import (
     paths_of_params,
     shapes,
 )
-from fewbit.models.rope_scaling import Linear
+from fewbit.models.attention.rope_scaling import Linear
 
 SMALL = DecoderConfig(vocab=67, layers=3, width=24, heads=6, kv_heads=2, head_dim=8, hidden=40, context=32)
 SMALL_GGUF = {

@@ -85,6 +85,25 @@ def test_a_traced_network_has_its_roles():
     assert fb.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+@pytest.mark.parametrize(
+    ("gates", "mark"),
+    [
+        ([f"l.0.linear_attn.in_proj_{name}.weight" for name in ("a", "b", "ba")], "l.0.linear_attn.A_log"),
+        ([f"blk.0.ssm_{name}.weight" for name in ("alpha", "beta", "ba")], "blk.0.ssm_a"),
+        ([f"layers/0/attn/{name}" for name in ("alpha", "beta", "ba")], "layers/0/attn/dt_bias"),
+    ],
+    ids=["Hugging Face", "GGUF", "decoder"],
+)
+def test_what_gates_the_state_of_linear_attention_is_not_quantized(gates: list[str], mark: str):
+    found = refined(dict.fromkeys([*gates, mark], Role.MATMUL))
+    assert {found[name] for name in gates} == {Role.STATE_SPACE}
+
+
+def test_the_names_of_such_gates_say_nothing_in_another_module():
+    names = ["layers/0/attn/alpha", "norm/beta", "mlp.in_proj_a.weight", "adapters/A"]
+    assert set(refined(dict.fromkeys(names, Role.MATMUL)).values()) == {Role.MATMUL}
+
+
 @pytest.mark.finding(1)
 def test_what_a_user_names_is_quantized_or_refused_with_the_reason():
     path = ".*gate/kernel"

@@ -8,7 +8,7 @@ import pytest
 from fewbit import workflows
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.kvcache import kv_policy
-from fewbit.models.rope_scaling import LongRope
+from fewbit.models.attention.rope_scaling import LongRope
 from fewbit.workflows import generate
 from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers

@@ -13,8 +13,8 @@ from ..errors import QuantError
 from ..kernels.attention.problem import Block, seen_positions, window_start
 from ..kvcache.cache import QuantizedCache, empty_quantized_cache
 from ..kvcache.policy import KVPolicy
+from .attention.linear import LinearState, empty_state
 from .config import DecoderConfig
-from .linear_attention import LinearState, empty_state
 
 
 @jax.tree_util.register_dataclass

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 from .._json import Positive, checked, form_of
 from ..errors import QuantError
+from .attention.rope_scaling import RopeScaling, Yarn, scaling_from_json, scaling_to_json
 from .part_configs import Experts, LatentAttention, LinearAttention, check_positive, check_size
-from .rope_scaling import RopeScaling, Yarn, scaling_from_json, scaling_to_json
 
 RopeLayout = Literal["interleaved", "half"]
 """The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + rotary_dim / 2` (Hugging Face)."""

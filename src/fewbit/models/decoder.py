@@ -32,13 +32,13 @@ from ..kernels.quantize.dispatch import quantize
 from ..kvcache.cache import QuantizedCache
 from ..kvcache.policy import KVPolicy
 from ..ops.hadamard import hadamard_transform
+from .attention.latent import absorbed_heads, absorbed_values, expanded_heads
+from .attention.linear import LinearState, linear_attention
+from .attention.rope import LayerRotations
 from .cache import AnyCache, Cache, HybridCache, kv_of
 from .config import DecoderConfig
 from .experts import mixture
-from .latent import absorbed_heads, absorbed_values, expanded_heads
 from .layer import Params, changed_input, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled, sub_norm
-from .linear_attention import LinearState, linear_attention
-from .rope import LayerRotations
 
 
 def forward(

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..ops.hadamard import hadamard_transform
+from .attention.rope import apply_rotary
 from .config import DecoderConfig
 from .joined import JOINED, products
-from .rope import apply_rotary
 
 Params: TypeAlias = dict[str, Any]
 

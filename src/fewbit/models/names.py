@@ -102,13 +102,18 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The shapes of the attention's parameters, by the path within a layer."""
-    D, h, linear = config.width, config.head_dim, config.linear_of(layer)
-    if linear is not None:
-        yield from _linear_shapes(config, linear)
-        return
-    widths = {"q": config.query_width, "k": config.kv_heads * h, "v": config.kv_heads * h}
+    D, linear = config.width, config.linear_of(layer)
     if config.norms != "post":
         yield "attn/norm", (D,)
+    yield from _softmax_shapes(config) if linear is None else _linear_shapes(D, linear)
+    if config.norms != "pre":
+        yield "attn/post_norm", (D,)
+
+
+def _softmax_shapes(config: DecoderConfig) -> Shapes:
+    """The shapes of the parameters of softmax attention."""
+    D, h = config.width, config.head_dim
+    widths = {"q": config.query_width, "k": config.kv_heads * h, "v": config.kv_heads * h}
     if config.latent is not None:
         yield from _latent_shapes(config, config.latent)
     elif config.fused:
@@ -127,8 +132,6 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     yield "attn/o", (D, config.heads * config.value_dim)
     if config.o_bias:
         yield "attn/o_bias", (D,)
-    if config.norms != "pre":
-        yield "attn/post_norm", (D,)
 
 
 def _latent_shapes(config: DecoderConfig, latent: LatentAttention) -> Shapes:
@@ -150,11 +153,9 @@ def _latent_shapes(config: DecoderConfig, latent: LatentAttention) -> Shapes:
         yield "attn/kv_a_bias", (latent.rank + rotated,)
 
 
-def _linear_shapes(config: DecoderConfig, linear: LinearAttention) -> Shapes:
+def _linear_shapes(D: int, linear: LinearAttention) -> Shapes:
     """The shapes of the parameters of linear attention."""
-    D, M, values = config.width, linear.value_heads, linear.values_width
-    if config.norms != "post":
-        yield "attn/norm", (D,)
+    M, values = linear.value_heads, linear.values_width
     if linear.layout == "by_key_head":
         yield "attn/qkvz", (linear.channels + values, D)
     else:
@@ -167,8 +168,6 @@ def _linear_shapes(config: DecoderConfig, linear: LinearAttention) -> Shapes:
     yield from (("attn/conv1d", (linear.channels, *one, linear.kernel)), ("attn/dt_bias", (M,)))
     yield "attn/A" if linear.is_gguf else "attn/A_log", (M,)
     yield from (("attn/out_norm", (linear.value_dim,)), ("attn/out", (D, values)))
-    if config.norms != "pre":
-        yield "attn/post_norm", (D,)
 
 
 def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:

@@ -124,7 +124,7 @@ class LatentAttention:
 
 @dataclasses.dataclass(frozen=True)
 class LinearAttention:
-    """Linear attention by the gated delta rule (Gated DeltaNet) of Qwen3-Next and Qwen3.5, see `linear_attention`.
+    """Linear attention by the gated delta rule (Gated DeltaNet) of Qwen3-Next and Qwen3.5, see `attention.linear`.
 
     Attributes:
         layers: the layers that have it in place of softmax attention, in order; not all.

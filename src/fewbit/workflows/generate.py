@@ -13,10 +13,10 @@ from ..array.qarray import QArray, is_qarray
 from ..errors import QuantError
 from ..kernels.qmatmul.cpu.backend import reads_packed_weights
 from ..kvcache.policy import KVPolicy
+from ..models.attention.rope_scaling import LongRope
 from ..models.cache import empty_cache
 from ..models.config import DecoderConfig
 from ..models.generate import GenerationState, TokenGenerator
-from ..models.rope_scaling import LongRope
 from ..models.tokenizers.text_stream import text_pieces
 from ..models.tokenizers.tokenizer import Tokenizer
 from ..ops.interpret.transparent import transparent

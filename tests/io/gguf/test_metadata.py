@@ -9,7 +9,7 @@ from fewbit import QuantError, UnsupportedError
 from fewbit.io.gguf.architectures import ARCHITECTURES
 from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
 from fewbit.models import config_from_hf
-from fewbit.models.rope_scaling import LongRope
+from fewbit.models.attention.rope_scaling import LongRope
 from tests.io.gguf.families import COMMON, FAMILIES, LLAMA3_ROPE, YARN
 from tests.models.families.test_family import DEEPSEEK_V3
 
@@ -176,6 +176,10 @@ def test_the_attention_factor_of_longrope_is_that_of_transformers(given):
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, "rotates all but every fourth layer"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}, "no_rope_layer_interval is 3"),
         ("gemma3", {"layer_types": None, "sliding_window_pattern": 3}, "every 6th layer of gemma3"),
+        ("qwen3.5", {"rms_norm_eps": 1e-5}, "llama.cpp runs qwen3_5_text only with rms_norm_eps 1e-06"),
+        ("qwen3.5", {"attn_output_gate": False}, "only with attn_output_gate True"),
+        ("qwen3.5", {"layer_types": ["full_attention", "linear_attention"] * 2}, "every n-th layer of qwen3_5_text"),
+        ("qwen3-next", {"mlp_only_layers": [1]}, "only with mlp_only_layers"),
         (
             "exaone4",
             {"sliding_window": 8},

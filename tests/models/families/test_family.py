@@ -256,9 +256,10 @@ def test_the_configuration_that_qwen_published():
         ({"layer_types": ["mamba"] * 24}, "layer_types = 'mamba'; supported is 'full_attention' or 'linear_attention'"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'; supported is None or 'swish' or 'silu'"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh'; supported is 'silu'"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16'; supported is None or 'float32'"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings = True, which the decoder does not support"),
     ],
-    ids=["count", "kind", "gate", "activation", "mtp"],
+    ids=["count", "kind", "gate", "activation", "state", "mtp"],
 )
 def test_qwen3_5_refuses(change: dict[str, Any], message: str):
     with pytest.raises((QuantError, UnsupportedError), match=message):

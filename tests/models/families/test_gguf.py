@@ -21,7 +21,7 @@ from fewbit.models import (
     paths_of_params,
     shapes,
 )
-from fewbit.models.rope_scaling import Linear, Yarn
+from fewbit.models.attention.rope_scaling import Linear, Yarn
 from tests.nets.families import CASES
 from tests.nets.random_decoder import random_params, random_tokens
 
@@ -508,3 +508,22 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
             for part in ("k_b", "v_b"):
                 ours = family.gguf_table.name(path.replace("kv_b", part))
                 assert ours == names.get_name(source.replace("kv_b", part), try_suffixes=(".weight",))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ssm.group_count": None}, r"lacks the field 'qwen35\.ssm\.group_count'"),
+        ({"ssm.inner_size": 13}, r"qwen35\.ssm\.inner_size = 13, which 4 heads do not divide"),
+        ({"ssm.group_count": 3}, r"linear\.key_heads is 3, must divide linear\.value_heads, 4"),
+    ],
+    ids=["missing", "width", "heads"],
+)
+def test_what_linear_attention_lacks_is_named(change: dict[str, Any], message: str):
+    sizes = {"ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 24}
+    fields = {key.replace("llama", "qwen35"): value for key, value in GGUF_FIELDS.items()} | {
+        "general.architecture": "qwen35"
+    }
+    fields |= {f"qwen35.{key}": value for key, value in {**sizes, **change}.items()}
+    with pytest.raises(QuantError, match=message):
+        config_from_gguf({key: value for key, value in fields.items() if value is not None}, [])

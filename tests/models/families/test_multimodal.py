@@ -12,8 +12,8 @@ import pytest
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError, workflows
 from fewbit.models import forward
+from fewbit.models.attention.rope_scaling import Linear
 from fewbit.models.families.multimodal import decoder_of, language_config
-from fewbit.models.rope_scaling import Linear
 from fewbit.workflows.convert.gguf import write_gguf
 from fewbit.workflows.methods.importance_file import tensor_names
 from tests.io.gguf.families import save_tokenizer

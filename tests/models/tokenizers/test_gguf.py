@@ -69,7 +69,7 @@ def test_generations_end_where_llama_cpp_ends_them():
         tokenizer_from_gguf(with_control("<a>", eot=1))
 
 
-@pytest.mark.parametrize("name", ["smollm", "dbrx", "qwen2", "seed-coder", "tekken", "gpt-4o"])
+@pytest.mark.parametrize("name", ["smollm", "dbrx", "qwen2", "qwen35", "seed-coder", "tekken", "gpt-4o"])
 def test_a_gguf_tokenizer_splits_as_the_tokenizer_that_it_was_written_from(name):
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 
@@ -94,6 +94,23 @@ def test_a_gguf_tokenizer_splits_as_the_tokenizer_that_it_was_written_from(name)
     found = tokenizer_from_gguf({"tokenizer.ggml.eos_token_id": 0, **fields})
     assert found.encode(text).tolist() == source.encode(text).ids
     assert found.decode(found.encode(text)) == text and found.stop_ids == (0,)
+
+
+@pytest.mark.oracle
+def test_qwen3_5_splits_words_with_their_marks_as_transformers_does():
+    module = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+    from tokenizers import Regex, pre_tokenizers
+
+    from fewbit._pretokenizers import SPLITS
+
+    assert SPLITS[(module.PRETOKENIZE_REGEX,)] == "qwen35"
+    text = "e\u0301te\u0301 \u0301x"
+
+    def pieces(name: str) -> list[str]:
+        ((rule,),) = (rule for rule, its_name in SPLITS.items() if its_name == name)
+        return [piece for piece, _ in pre_tokenizers.Split(Regex(rule), "isolated").pre_tokenize_str(text)]
+
+    assert pieces("qwen35")[0] == "e\u0301te\u0301" and pieces("qwen2")[0] == "e"
 
 
 # --- BPE of SentencePiece ---

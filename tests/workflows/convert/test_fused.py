@@ -76,6 +76,15 @@ def test_matrices_are_quantized_together(tmp_path):
     assert found["k"].tensor_scale == found["v"].tensor_scale
 
 
+def test_projections_of_linear_attention_are_quantized_together(tmp_path):
+    settings = {**SETTINGS, "num_hidden_layers": 2, "full_attention_interval": 2}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    model = workflows.load(family_directory(tmp_path / "hf", "qwen3_5_text", {**settings, **heads, "head_dim": 16}))
+    sets = fused_rows(model, workflows.plan_model(model, recipe="nvfp4"), targets.fused_modules("modelopt"))
+    assert [row.path for row in sets["layers/0/attn/z"]] == ["layers/0/attn/qkv", "layers/0/attn/z"]
+    assert "layers/0/attn/out" not in sets and "layers/0/attn/alpha" not in sets
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["compressed-tensors", "modelopt"])
 def test_a_set_is_quantized_as_the_rows_of_one_matrix(to, tmp_path):

@@ -427,13 +427,16 @@ def test_an_importance_matrix_has_the_channels_of_linear_attention_in_llama_cpp_
     ours, theirs = (workflows.importance_matrix(one, data) for one in (model, written))
     assert set(ours.entries) == set(theirs.entries) and "blk.0.ssm_out.weight" in ours.entries
     for name, one in theirs.entries.items():
-        np.testing.assert_allclose(ours.entries[name].squares, one.squares, rtol=1e-3, err_msg=name)
+        # Means of float32 numbers whose sums are in another order, 1e-6, which the norm of values near zero amplifies: 6e-5 measured.
+        np.testing.assert_allclose(ours.entries[name].squares, one.squares, rtol=2e-4, err_msg=name)
     file = workflows.ImportanceFile(tmp_path / "a.gguf", theirs)
     write_imatrix(file.path, theirs)
     plan = workflows.plan_model(model, recipe="q4_0")
     found = file.observations(model, plan)["layers/0/attn/out"].squares
     order = np.arange(128).reshape(2, 2, 32).swapaxes(0, 1).reshape(-1)
-    np.testing.assert_array_equal(np.asarray(found)[order], theirs.entries["blk.0.ssm_out.weight"].squares[0])
+    in_file = theirs.entries["blk.0.ssm_out.weight"].squares[0]
+    np.testing.assert_array_equal(np.asarray(found)[order], in_file)
+    assert not np.allclose(found, in_file, rtol=0.01), "channels differ, so that their order shows"
 
 
 def test_blocks_that_heads_of_values_cannot_be_reordered_in_are_refused_before_any_work(hybrids):

@@ -26,7 +26,7 @@ from fewbit.workflows.methods.allocation import (
     sensitivities,
     tied,
 )
-from tests.nets.random_decoder import FEATURES, SMALL, UNTIED, random_tokens
+from tests.nets.random_decoder import FEATURES, LINEAR, SMALL, UNTIED, random_tokens
 from tests.workflows.methods.test_calibrated import data_of, llama_directory, model_of
 
 CANDIDATES = ["int8", "int4_g8", "int2_g8"]
@@ -198,6 +198,9 @@ def test_what_is_multiplied_at_once_is_tied(tmp_path):
     (experts,) = (group for group in groups if "layers/2/mlp/experts/0/down" in group)
     assert len(experts) == FEATURES.experts.count
     assert sorted(path for group in groups for path in group) == sorted(row.path for row in plan if row.policy is not None)
+    linear = workflows.plan_model(model_of(LINEAR, tmp_path), recipe="int8")
+    groups = tied(row for row in linear if row.policy is not None)
+    assert {("layers/0/attn/qkv", "layers/0/attn/z"), ("layers/0/attn/out",)} <= set(groups)
 
 
 def test_bits_that_cannot_be_reached_are_refused_before_measuring(tmp_path):

@@ -54,7 +54,7 @@ class Architecture:
         has_all_heads: whether it runs only with as many heads of keys as of queries.
         rotates_part: whether a part of each head may rotate.
         has_linear_attention: whether all but every n-th layer have linear attention.
-        has_tiled_values: whether its heads of values are in the order of `linear_attention`.
+        has_tiled_values: whether its heads of values are in the order that `linear_attention.py` describes.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.

@@ -128,6 +128,7 @@ def linear_tensors(
         "in_proj_qkvz.weight": keys + 2 * heads.values * heads.value_dim,
         "in_proj_z.weight": heads.values * heads.value_dim,
         "conv1d.weight": keys + heads.values * heads.value_dim,
+        "in_proj_ba.weight": 2 * heads.values,
         **dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "dt_bias", "A_log"), heads.values),
     }
     if part in lengths and value.shape[0] != lengths[part]:

@@ -177,7 +177,7 @@ def _full_attention_interval(config: Mapping[str, Any]) -> int:
     """
     kinds = config.get("layer_types")
     if not kinds:
-        return int(config["full_attention_interval"])
+        return config["full_attention_interval"]
     interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     expected = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(len(kinds))]
     if list(kinds) != expected:
@@ -437,6 +437,7 @@ class _Config(msgspec.Struct):
     max_position_embeddings: Positive | None = None
     original_max_position_embeddings: Positive | None = None
     sliding_window: Count | None = None
+    full_attention_interval: Positive | None = None
     layer_types: list[str] | None = None
     no_rope_layers: list[bool | int] | None = None
     rope_theta: float | None = None
@@ -463,5 +464,6 @@ class _Rope(msgspec.Struct):
     beta_fast: float | None = None
     beta_slow: float | None = None
     truncate: bool | None = None
+    mrope_section: list[Count] | None = None
     long_factor: list[float] | None = None
     short_factor: list[float] | None = None

@@ -13,10 +13,10 @@ from ..._registry import near_names
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
+from ..attention.rope_scaling import Linear, LongRope, RopeScaling, Yarn, yarn_gain
 from ..config import DecoderConfig
 from ..names import NameTable, check_layer_count
 from ..part_configs import Experts, LatentAttention, LinearAttention
-from ..rope_scaling import Linear, LongRope, RopeScaling, Yarn, yarn_gain
 from .family import GGUF, MANY, Number, refuse_unless
 from .table import FAMILIES
 
@@ -459,6 +459,8 @@ def _hybrid(found: _Gguf, architecture: str) -> dict[str, Any]:
         if size is None:
             raise QuantError(f"{_WHERE} lacks the field '{architecture}.{_KEYS[name]}'")
     keys, values, key_dim, inner, kernel = sizes.values()
+    if inner % values:
+        raise QuantError(f"{_WHERE} has {architecture}.ssm.inner_size = {inner}, which {values} heads do not divide")
     layers = tuple(i for i in range(found.layers) if (i + 1) % found.interval)
     linear = None
     if layers:

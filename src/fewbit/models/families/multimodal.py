@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import QuantError
 from ..config import DecoderConfig
 from ..names import NameTable
-from .rope import OF_IMAGES
+from .rope import without_images
 from .table import FAMILIES, family_of
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
@@ -72,14 +72,8 @@ def language_config(obj: Mapping[str, Any]) -> Mapping[str, Any]:
         found["tie_word_embeddings"] = obj["tie_word_embeddings"]
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(found.get(key), Mapping):
-            found[key] = _without_images(found[key])
+            found[key] = without_images(found[key])
     return found
-
-
-def _without_images(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embedding of text alone."""
-    kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
-    return {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in kept.items()}
 
 
 def decoder_of(obj: Mapping[str, Any], names: Collection[str]) -> tuple[DecoderConfig, NameTable]:

@@ -22,7 +22,7 @@ from .family import (
     refuse_unless,
     window_fields,
 )
-from .rope import OF_IMAGES
+from .rope import without_images
 
 
 class _Qwen2(Windowed, kw_only=True):
@@ -142,12 +142,13 @@ def _hybrid(found: _Hybrid, layout: LinearLayout = "separate", **settings: Any) 
     for kind in types:
         refuse_unless(kind, kinds, "layer_types")
     refuse_unless(found.gate_activation, (None, "swish", "silu"), "output_gate_type")
+    refuse_unless(found.state_dtype, (None, "float32"), "mamba_ssm_dtype")
     refuse_unless(found.act, ("silu", "swish", None), "hidden_act")
     linear = None
     if layers := tuple(i for i, kind in enumerate(types) if kind == "linear_attention"):
         sizes = (found.key_heads, found.value_heads, found.key_dim, found.value_dim, found.kernel)
         linear = LinearAttention(layers, *sizes, layout)
-    rope = {key: value for key, value in (found.rope_parameters or {}).items() if key not in OF_IMAGES}
+    rope = without_images(found.rope_parameters or {})
     found = msgspec.structs.replace(found, rope_parameters=rope, partial_rotary=found.partial_rotary or 0.25)
     return decoder_config(
         found,

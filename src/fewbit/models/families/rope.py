@@ -8,13 +8,19 @@ import msgspec
 
 from ..._json import Positive, converted
 from ...errors import QuantError, UnsupportedError
-from ..rope_scaling import Dynamic, Linear, Llama3, LongRope, RopeScaling, Yarn, yarn_gain
+from ..attention.rope_scaling import Dynamic, Linear, Llama3, LongRope, RopeScaling, Yarn, yarn_gain
 
 _Number = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
 _WHERE = "config.json's rope_parameters"
 
-OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""What `rope_parameters` has for positions in images, which are those of the text without any."""
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""What `rope_parameters` has for positions in images."""
+
+
+def without_images(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary embedding of text alone, where positions in images are those of the text."""
+    kept = {key: value for key, value in rope.items() if key not in _OF_IMAGES}
+    return {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in kept.items()}
 
 
 def rope_fields(

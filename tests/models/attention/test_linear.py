@@ -11,7 +11,7 @@ import pytest
 import fewbit as fb
 from fewbit.kvcache import QuantizedCache, kv_policy
 from fewbit.models import HybridCache, empty_cache, forward, fuse_weights, generate, prefill, stack_layers
-from fewbit.models.linear_attention import gated_delta_rule
+from fewbit.models.attention.linear import gated_delta_rule
 from tests.nets.random_decoder import LINEAR, random_params, random_tokens
 
 Case = tuple[dict[str, np.ndarray], np.ndarray]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fewbit.models import DecoderConfig, forward
-from fewbit.models.rope import apply_rotary, rotary_tables
+from fewbit.models.attention.rope import apply_rotary, rotary_tables
 from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
 HEAD = DecoderConfig(vocab=8, layers=1, width=8, heads=1, kv_heads=1, head_dim=64, hidden=8, context=8192)

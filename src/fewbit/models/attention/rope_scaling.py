@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .._json import checked, form_of
-from .._registry import near_names
-from ..errors import QuantError
+from ..._json import checked, form_of
+from ..._registry import near_names
+from ...errors import QuantError
 
 
 @dataclasses.dataclass(frozen=True)

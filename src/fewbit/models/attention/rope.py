@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .config import DecoderConfig, RopeLayout
+from ..config import DecoderConfig, RopeLayout
 from .rope_scaling import RopeScaling
 
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .config import DecoderConfig
-from .layer import Params, linear, plus_bias, rms_norm, scaled
-from .part_configs import LatentAttention
+from ..config import DecoderConfig
+from ..layer import Params, linear, plus_bias, rms_norm, scaled
+from ..part_configs import LatentAttention
 from .rope import apply_rotary
 
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .config import DecoderConfig
-from .layer import Params, linear
-from .part_configs import LinearAttention
+from ..config import DecoderConfig
+from ..layer import Params, linear
+from ..part_configs import LinearAttention
 
 _CHUNK = 64
 """Tokens whose products with each other are one matrix; states pass from one chunk to the next."""

@@ -1,0 +1,1 @@
+"""Kinds of attention, and positions in it."""
