@@ -44,7 +44,7 @@ static int Failures(int number) {
   job.x_zero = {has_x_zero ? x_zero.data() : nullptr, m_tile, tiles, 1};
   const std::vector<Segment> segments = SegmentsOf(job);
   int failures = 0;
-  for (int level = 0; level < 4; ++level) {  // some of them twice, where the machine has no other
+  for (int level = 0; level < 5; ++level) {  // some of them twice, where the machine has no other
     const Isa isa = ByteDotIsaOf(level);
     const Kernels kernels = KernelsFor(isa);
     std::vector<int8_t> laid(job.M * kernels.row_bytes(job, segments));
@@ -139,7 +139,7 @@ static int BlockFailures(int number) {
     }
     return static_cast<int>(of_codes[code]);
   };
-  for (int way = 0; way < 8; ++way) {
+  for (int way = 0; way < 10; ++way) {
     const int level = way / 2;
     const bool by_panels = way % 2;
     const Isa isa = ByteDotIsaOf(level);

@@ -92,7 +92,7 @@ def test_a_module_of_other_sources_is_stale(monkeypatch, tmp_path):
 
 def test_the_instruction_set_can_be_limited():
     program = f"from fewbit.kernels.extension import extension; print(*(extension(n).isa for n in {extension.EXTENSIONS}))"
-    order = ("portable", "avx2", "avxvnni", "avx512")
+    order = ("portable", "avx2", "avxvnni", "avx512", "amx")
 
     def levels(limit: dict[str, str]) -> list[str]:
         unlimited = {name: value for name, value in os.environ.items() if name != "FEWBIT_ISA"}
@@ -100,7 +100,7 @@ def test_the_instruction_set_can_be_limited():
         return subprocess.run(command, env=unlimited | limit, capture_output=True, text=True, check=True).stdout.split()
 
     best = levels({})
-    for isa in ("portable", "avx2", "avx512"):
+    for isa in ("portable", "avx2", "avx512", "amx"):
         expected = [level if level not in order else min(level, isa, key=order.index) for level in best]
         assert levels({"FEWBIT_ISA": isa}) == expected
     if "avx512" in best:  # of AVX2's kernels only those of integers have VNNI, where the processor has that form of it

@@ -20,7 +20,7 @@ _NO_ZERO, _WHOLE, _OFFSET = range(3)
 LEVELS = ("portable", "avx2", "avx512")
 """The instruction sets of float products and attention."""
 
-INTEGER_LEVELS = ("portable", "avx2", "avxvnni", "avx512")
+INTEGER_LEVELS = ("portable", "avx2", "avxvnni", "avx512", "amx")
 """The instruction sets of integer products."""
 
 

@@ -25,7 +25,7 @@ EXTENSIONS = (
 )
 """Every compiled module."""
 
-ISAS = ("portable", "avx2", "avxvnni", "avx512", "dotprod", "i8mm")
+ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx", "dotprod", "i8mm")
 """What FEWBIT_ISA may name. On arm64 portable means NEON without sdot, dotprod means NEON with sdot and without smmla.
 
 Those of another processor are no limit.

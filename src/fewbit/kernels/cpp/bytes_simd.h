@@ -2,7 +2,7 @@
 // signed ones are added. Tables of 16 bytes. Included in the namespace of an instruction set.
 
 // Vectors of outputs and rows of x in a block of registers: 32 of them, or of AVX2 and plain C++ 16.
-constexpr int kIntAcross = FEWBIT_VNNI && FEWBIT_LEVEL != FEWBIT_LEVEL_AVX2 ? 4 : 2, kIntRows = 6;
+constexpr int kIntAcross = FEWBIT_VNNI && FEWBIT_LEVEL != FEWBIT_LEVEL_AVX2 ? 4 : 2, kIntRows = FEWBIT_AMX ? 16 : 6;
 typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
 
 INLINE U LoadI(const void* p) { U v; __builtin_memcpy(&v, p, sizeof v); return v; }

@@ -9,11 +9,11 @@
 // of such a template, and it could be one that the machine cannot run.
 //
 // With `#define FEWBIT_BYTE_DOT 1` before, the kernels are also compiled for AVX2 with VNNI and for arm64 with sdot, which
-// multiply bytes, and for arm64 with smmla, which multiplies matrices of them; FEWBIT_VNNI says whether an instruction multiplies
-// bytes, FEWBIT_I8MM whether smmla is there.
+// multiply bytes, and for AMX and for arm64 with smmla, which multiply matrices of them; FEWBIT_VNNI says whether an instruction
+// multiplies bytes, FEWBIT_AMX and FEWBIT_I8MM whether those are there. AMX is a part of FEWBIT_LEVEL_AVX512.
 //
 // Translation units. setup.py compiles a source with `#define FEWBIT_UNITS n` n times at once, with FEWBIT_UNIT 0 to n - 1, and
-// links the objects: unit 0 is plain C++ and the handlers, 1 is AVX2, the others are AVX-512. Without FEWBIT_UNIT (tests, arm64,
+// links the objects: unit 0 is plain C++ and the handlers, 1 is AVX2, the others are AVX-512 with AMX. Without FEWBIT_UNIT (tests, arm64,
 // small extensions) one object has all of it.
 #pragma once
 
@@ -55,6 +55,9 @@ Kernels GetKernels();
 namespace avx512 {
 Kernels GetKernels();
 }
+namespace amx {
+Kernels GetKernels();
+}
 #endif
 #if FEWBIT_ARM64
 namespace dotprod {
@@ -68,6 +71,7 @@ Kernels GetKernels();
 #define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 #define FEWBIT_VNNI 0
 #define FEWBIT_I8MM 0
+#define FEWBIT_AMX 0
 #if FEWBIT_IN_UNIT(0)
 namespace portable {
 #include FEWBIT_KERNELS
@@ -124,10 +128,20 @@ namespace avx512 {
 #include FEWBIT_KERNELS
 }
 FEWBIT_END
+#if FEWBIT_BYTE_DOT && FEWBIT_KNOWS_AMX
+#undef FEWBIT_AMX
+#define FEWBIT_AMX 1
+FEWBIT_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,amx-tile,amx-int8")
+namespace amx {
+#include FEWBIT_KERNELS
+}
+FEWBIT_END
+#endif
 #undef FEWBIT_VNNI
 #undef FEWBIT_LEVEL
 #endif
 #endif
+#undef FEWBIT_AMX
 #undef FEWBIT_I8MM
 
 #if FEWBIT_IN_UNIT(0)
@@ -135,6 +149,9 @@ FEWBIT_END
 // The kernels for an instruction set that this machine has.
 inline Kernels KernelsFor(Isa isa) {
 #if FEWBIT_X86
+#if FEWBIT_BYTE_DOT && FEWBIT_KNOWS_AMX
+  if (isa == Isa::kAmx) return amx::GetKernels();
+#endif
   if (isa == Isa::kAvx512) return avx512::GetKernels();
 #if FEWBIT_BYTE_DOT && FEWBIT_KNOWS_AVXVNNI
   if (isa == Isa::kAvxVnni) return avxvnni::GetKernels();

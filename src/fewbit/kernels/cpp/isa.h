@@ -9,6 +9,10 @@
 #define FEWBIT_X86 1
 #include <cpuid.h>
 #include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #else
 #define FEWBIT_X86 0
 #endif
@@ -39,6 +43,13 @@
 #define FEWBIT_KNOWS_AVXVNNI 0
 #endif
 
+// Compilers that have AMX, and the system that grants it.
+#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define FEWBIT_KNOWS_AMX 1
+#else
+#define FEWBIT_KNOWS_AMX 0
+#endif
+
 // Compilers that have arm64's smmla.
 #if defined(__clang__) || __GNUC__ >= 10
 #define FEWBIT_KNOWS_I8MM 1
@@ -48,8 +59,8 @@
 
 namespace fewbit {
 
-// Only kernels with FEWBIT_BYTE_DOT have the last three (foreach_isa.h).
-enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvxVnni = 3, kDotprod = 4, kI8mm = 5 };
+// Only kernels with FEWBIT_BYTE_DOT have the last four (foreach_isa.h).
+enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvxVnni = 3, kDotprod = 4, kI8mm = 5, kAmx = 6 };
 
 // Whether the environment variable FEWBIT_ISA names an instruction set, which is then the best that is used.
 inline bool IsLimitedTo(const char* isa) {
@@ -93,6 +104,22 @@ inline bool HasAvxVnni() {
 #endif
 }
 
+// Whether a processor with AVX-512 has AMX for bytes. Linux gives a process its registers when it asks for them.
+inline bool HasAmx() {
+#if FEWBIT_X86 && FEWBIT_KNOWS_AMX
+  static const bool has = [] {
+    constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    constexpr unsigned kTilesAndBytes = 3u << 24;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return BestIsa() == Isa::kAvx512 && !IsLimitedTo("avx512") && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
+           (d & kTilesAndBytes) == kTilesAndBytes && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+  }();
+  return has;
+#else
+  return false;
+#endif
+}
+
 // Whether an arm64 has sdot.
 inline bool HasDotprod() {
 #if FEWBIT_ARM64 && defined(__linux__)
@@ -123,20 +150,21 @@ inline bool HasI8mm() {
 #endif
 }
 
-// As `IsaOf` for kernels with FEWBIT_BYTE_DOT, whose levels are plain C++, AVX2, AVX2 with VNNI and AVX-512; on arm64 0 is NEON, 1
-// and 2 are sdot, 3 is smmla.
+// As `IsaOf` for kernels with FEWBIT_BYTE_DOT, whose levels are plain C++, AVX2, AVX2 with VNNI, AVX-512 and AMX; on arm64 0 is
+// NEON, 1 and 2 are sdot, 3 and 4 are smmla.
 inline Isa ByteDotIsaOf(int64_t level) {
-  if (level < 0 || level > 2) level = 3;
-  if (FEWBIT_ARM64 && level == 3 && HasI8mm()) return Isa::kI8mm;
+  if (level < 0 || level > 3) level = 4;
+  if (FEWBIT_ARM64 && level >= 3 && HasI8mm()) return Isa::kI8mm;
   if (FEWBIT_ARM64) return level != 0 && HasDotprod() ? Isa::kDotprod : Isa::kPortable;
   if (BestIsa() == Isa::kPortable || level == 0) return Isa::kPortable;
-  if (level == 3 && BestIsa() == Isa::kAvx512) return Isa::kAvx512;
+  if (level == 4 && HasAmx()) return Isa::kAmx;
+  if (level >= 3 && BestIsa() == Isa::kAvx512) return Isa::kAvx512;
   return level >= 2 && HasAvxVnni() ? Isa::kAvxVnni : Isa::kAvx2;
 }
 
 // On arm64 plain C++ has NEON, which every arm64 has.
 inline const char* NameOf(Isa isa) {
-  static const char* const names[] = {FEWBIT_ARM64 ? "neon" : "portable", "avx2", "avx512", "avxvnni", "dotprod", "i8mm"};
+  static const char* const names[] = {FEWBIT_ARM64 ? "neon" : "portable", "avx2", "avx512", "avxvnni", "dotprod", "i8mm", "amx"};
   return names[static_cast<int>(isa)];
 }
 

@@ -16,7 +16,7 @@ from tests.conformance import array_laws as laws
 BUILT = extension("fewbit.kernels.qmatmul.cpu._int8_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
 
-LEVELS = ("portable", "avx2", "avxvnni", "avx512")
+LEVELS = ("portable", "avx2", "avxvnni", "avx512", "amx")
 HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[:1]  # arm64 has one of its own
 LAST, FIRST = ((((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())))
 
@@ -68,6 +68,19 @@ def test_tiles_of_both_sides():
     x, w = quantized("int8_g128", (5, 300)), quantized("int8_g128", (6, 300))
     y, expected = both(x, w, LAST)
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "uint4", "int4_g64", "int8_g128"])
+@pytest.mark.parametrize("numbers", [LAST, FIRST], ids=["last", "first"])
+def test_many_rows_have_the_same_bits_at_every_level(scheme, numbers):
+    """AMX takes 32 rows or more, 16 at a time: 41 are no multiple."""
+    shape, axis = ((70, 600), -1) if numbers == LAST else ((600, 70), -2)
+    x, w = quantized("uint8" if scheme == "uint4" else "int8", (41, 600)), quantized(scheme, shape, axis)
+    y = {isa: by_kernel(x, w, numbers, isa) for isa in HERE}
+    for isa in HERE[2:]:  # AVX2 and plain C++ differ where a product and a sum are not rounded at once
+        np.testing.assert_array_equal(y[isa], y[HERE[1]], isa)
+    few = by_kernel(x[:3], w, numbers)  # by other kernels
+    np.testing.assert_array_equal(few, y[HERE[-1]][:3])
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@
 // of w join it; those of x need the sums of w, which are the product with one more row of ones. A step may wrap around,
 // the result does not. Without VNNI a step is products of 16 bits, since AVX2's byte instruction saturates; numbers of w up to 63
 // are small enough for it, and panels add up to 8 groups of four of them in 16 bits.
+// AMX (int8/amx.h) multiplies tiles of 16 rows by 64 bytes: whole rows in half the time, blocks of 64 in two thirds.
 // On arm64 sdot takes signed bytes on both sides, and so does smmla, which panels take where the processor has it (i8mm): two rows
 // of x by two outputs, eight bytes of each. Processors without either widen products to 16 bits.
 //
@@ -25,7 +26,7 @@
 // 12 rows of x, and of [K, N], pieces of such a weight are decoded to bytes, and packed and multiplied like the others.
 //
 // Bound of the GEMM: vpdpbusd's own rate. Measurements, and what did not pay: docs/design/kernels-cpu.md.
-#define FEWBIT_UNITS 3  // the handler with plain C++, AVX2, AVX-512
+#define FEWBIT_UNITS 3  // the handler with plain C++, AVX2, AVX-512 and AMX
 
 #include "int8/kernels.h"
 
@@ -135,7 +136,7 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::U8> x, ffi::
   checks.OneOf("offset", offset, {0, 8, 128});
   checks.AtLeast("tile", tile, 1);
   checks.AtLeast("tile of the outputs", output_tile, 1);
-  checks.Within("level", level, -1, 3);
+  checks.Within("level", level, -1, 4);
   if (checks.failed()) return checks.error();
   checks.Equal("batch of the result", y_shape[0], x_shape[0]);
   checks.Equal("rows of the result", y_shape[1], x_shape[1]);
@@ -168,7 +169,6 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::U8> x, ffi::
   const auto x_zeros = StackedOf<int32_t>(x_zero, true, 1);
   const auto w_scales = StackedOf<float>(w_scale, contracts_cols, output_tile);
   const auto w_zeros = StackedOf<int32_t>(w_zero, contracts_cols, output_tile);
-  const Kernels kernels = KernelsFor(ByteDotIsaOf(level));
   const std::vector<Group> groups = GroupsOf(sizes, x_shape[0], x_shape[1], 0);
   ClearRest(groups, y);
   for (const Group& one : groups) {
@@ -178,6 +178,7 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::U8> x, ffi::
     job.x_scale = x_scales.At(b, row), job.x_zero = x_zeros.At(b, row);
     job.w_scale = w_scales.At(one.matrix), job.w_zero = w_zeros.At(one.matrix);
     job.y = static_cast<char*>(y->untyped_data()) + one.m0 * job.N * SizeOf(job.y_kind);
+    const Kernels kernels = KernelsFor(IsaOfJob(ByteDotIsaOf(level), job.M, job.tile));
     Multiply(pool, kernels, job, reinterpret_cast<const int8_t*>(x.typed_data()) + one.m0 * job.K);
   }
   return ffi::Error::Success();
@@ -253,7 +254,7 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::U8> x, ffi::Bu
   checks.Equal("axes of the scales", static_cast<int64_t>(scale_shape.size()), 3);
   checks.Equal("axes of the zero points", static_cast<int64_t>(zero_shape.size()), 3);
   checks.Within("role of the zero points", role, 0, 2);
-  checks.Within("level", level, -1, 3);
+  checks.Within("level", level, -1, 4);
   if (checks.failed()) return checks.error();
   const int64_t batch = x_shape[0], stacked = shape[0], picks = static_cast<int64_t>(picked.element_count());
   job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2];
@@ -289,7 +290,6 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::U8> x, ffi::Bu
   else SetNumbers(is_signed, &job);
   job.order = job.group == 0 ? nullptr : order.begin();
   job.w.row_stride = shape[2], job.w.packed_cols = contracts_cols, job.w.tiles_per_row = scale_shape[2];
-  const Kernels kernels = KernelsFor(ByteDotIsaOf(level));
   const auto x_scales = StackedOf<float>(x_scale, true, 1);
   const Weight first = job.w;
   const int64_t scales = scale_shape[0] == 1 ? 0 : scale_shape[1] * scale_shape[2];
@@ -308,6 +308,7 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::U8> x, ffi::Bu
     job.w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : matrix];
     job.x_scale = x_scales.At(one.m0 / x_shape[1], one.m0 % x_shape[1]);
     job.y = static_cast<char*>(y->untyped_data()) + one.m0 * job.N * SizeOf(job.y_kind);
+    const Kernels kernels = KernelsFor(IsaOfJob(ByteDotIsaOf(level), job.M, job.block));
     if (kernels.takes_panels(job)) {
       IntegerJob panels = kernels.panels_of(job);
       Multiply(pool, kernels, panels, rows);

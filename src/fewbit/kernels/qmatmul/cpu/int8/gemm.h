@@ -18,19 +18,19 @@ struct Tile {
   }
 };
 
-template <int kRowsHere>
-INLINE void LessProducts(const int32_t* x, const int32_t* w, U (&sum)[kRowsHere][kIntAcross]) {
+template <int kRowsHere, int kAcross>
+INLINE void LessProducts(const int32_t* x, const int32_t* w, U (&sum)[kRowsHere][kAcross]) {
   UNROLL for (int m = 0; m < kRowsHere; ++m) {
-    UNROLL for (int n = 0; n < kIntAcross; ++n) sum[m][n] -= SameI(x[m]) * LoadI(w + n * kLanes);
+    UNROLL for (int n = 0; n < kAcross; ++n) sum[m][n] -= SameI(x[m]) * LoadI(w + n * kLanes);
   }
 }
 
 // The branches are outside the loops over rows.
-template <int kRowsHere>
-INLINE void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross], V (&c)[kRowsHere][kIntAcross]) {
-  if (tile.w_zero != nullptr) LessProducts<kRowsHere>(tile.x_sum, tile.w_zero, sum);
-  if (tile.ones != nullptr) LessProducts<kRowsHere>(tile.x_zero, tile.ones, sum);
-  UNROLL for (int n = 0; n < kIntAcross; ++n) {
+template <int kRowsHere, int kAcross>
+INLINE void EndTile(const Tile& tile, U (&sum)[kRowsHere][kAcross], V (&c)[kRowsHere][kAcross]) {
+  if (tile.w_zero != nullptr) LessProducts(tile.x_sum, tile.w_zero, sum);
+  if (tile.ones != nullptr) LessProducts(tile.x_zero, tile.ones, sum);
+  UNROLL for (int n = 0; n < kAcross; ++n) {
     V v[kRowsHere];
     UNROLL for (int m = 0; m < kRowsHere; ++m) v[m] = FloatI(sum[m][n]);
     if (tile.x_scale != nullptr) {
@@ -46,24 +46,24 @@ INLINE void EndTile(const Tile& tile, U (&sum)[kRowsHere][kIntAcross], V (&c)[kR
 }
 
 // What outputs are before the first tile: a number that leaves all others as they are, also zeros of either sign.
-template <int kRowsHere>
-INLINE void BeginOutputs(V (&c)[kRowsHere][kIntAcross]) {
+template <int kRowsHere, int kAcross>
+INLINE void BeginOutputs(V (&c)[kRowsHere][kAcross]) {
   UNROLL for (int m = 0; m < kRowsHere; ++m) {
-    UNROLL for (int n = 0; n < kIntAcross; ++n) c[m][n] = Same(-0.0f);
+    UNROLL for (int n = 0; n < kAcross; ++n) c[m][n] = Same(-0.0f);
   }
 }
 
-template <int kRowsHere>
-INLINE void LoadOutputs(const float* from, int64_t ld, V (&c)[kRowsHere][kIntAcross]) {
+template <int kRowsHere, int kAcross>
+INLINE void LoadOutputs(const float* from, int64_t ld, V (&c)[kRowsHere][kAcross]) {
   UNROLL for (int m = 0; m < kRowsHere; ++m) {
-    UNROLL for (int n = 0; n < kIntAcross; ++n) c[m][n] = Load(from + m * ld + n * kLanes);
+    UNROLL for (int n = 0; n < kAcross; ++n) c[m][n] = Load(from + m * ld + n * kLanes);
   }
 }
 
-template <int kRowsHere>
-INLINE void StoreOutputs(const V (&c)[kRowsHere][kIntAcross], float* to, int64_t ld) {
+template <int kRowsHere, int kAcross>
+INLINE void StoreOutputs(const V (&c)[kRowsHere][kAcross], float* to, int64_t ld) {
   UNROLL for (int m = 0; m < kRowsHere; ++m) {
-    UNROLL for (int n = 0; n < kIntAcross; ++n) Store(to + m * ld + n * kLanes, c[m][n]);
+    UNROLL for (int n = 0; n < kAcross; ++n) Store(to + m * ld + n * kLanes, c[m][n]);
   }
 }
 
@@ -300,6 +300,13 @@ static Tile TileAt(const IntegerJob& job, const Segment& segment, const IntegerS
   return tile;
 }
 
+typedef void (*StripStep)(const IntegerJob&, const Segment&, const IntegerScratch&, int64_t, int64_t, int64_t, int64_t);
+
+#if FEWBIT_AMX
+#include "amx.h"
+
+static StripStep RunStripOf(int64_t) { return RunStrip; }
+#else
 // kRowsHere rows of x from m on, of a segment, times one strip: tile by tile, or a part of one whose sums are kept until its end.
 template <int kRowsHere>
 static void RunStrip(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t strip, int64_t m, int64_t row,
@@ -309,8 +316,8 @@ static void RunStrip(const IntegerJob& job, const Segment& segment, const Intege
   const uint8_t* w = s.panel + strip * kSegment * kIntWide;
   Tile tile = TileAt(job, segment, s, 0, m, n, width);
   V c[kRowsHere][kIntAcross];
-  if (segment.tile == 0 || !segment.last) BeginOutputs<kRowsHere>(c);
-  else LoadOutputs<kRowsHere>(s.c + at, width, c);
+  if (segment.tile == 0 || !segment.last) BeginOutputs(c);
+  else LoadOutputs(s.c + at, width, c);
   for (int64_t t = 0; t < segment.tiles; ++t) {
     const int64_t groups = GroupsBefore(job, segment, t + 1) - GroupsBefore(job, segment, t);
     U sum[kRowsHere][kIntAcross];
@@ -320,19 +327,18 @@ static void RunStrip(const IntegerJob& job, const Segment& segment, const Intege
     UNROLL for (int i = 0; i < kRowsHere; ++i) {
       UNROLL for (int j = 0; j < kIntAcross; ++j) sum[i][j] += SameI(tile.x_start[i]);
     }
-    EndTile<kRowsHere>(tile, sum, c);
+    EndTile(tile, sum, c);
     x += 4 * groups * kRowsHere, w += 4 * groups * kIntWide;
     tile.Next(job.M, width);
   }
-  StoreOutputs<kRowsHere>(c, s.c + at, width);
+  StoreOutputs(c, s.c + at, width);
 }
-
-typedef void (*StripStep)(const IntegerJob&, const Segment&, const IntegerScratch&, int64_t, int64_t, int64_t, int64_t);
 
 static StripStep RunStripOf(int64_t rows) {
   static const StripStep steps[] = {RunStrip<1>, RunStrip<2>, RunStrip<3>, RunStrip<4>, RunStrip<5>, RunStrip<6>};
   return steps[(rows < kIntRows ? rows : kIntRows) - 1];
 }
+#endif
 
 #include "gemv_columns.h"
 
@@ -421,6 +427,9 @@ static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segme
       }
     }
   }
+#if FEWBIT_AMX
+  TileShapes::Release();
+#endif
   for (int64_t m = 0; m < rows; ++m) {
     float* c = s.c + m * width;
     const float scale = ScalesLast(job) ? job.x_scale.At(m0 + m, 0) : 1;

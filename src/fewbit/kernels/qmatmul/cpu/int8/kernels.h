@@ -34,6 +34,13 @@ struct Kernels {
   IntegerJob (*panels_of)(const BlockJob& job);
 };
 
+// The instruction set of a job where `best` is the best one. AMX needs many rows, and scales that do not end too often, to be faster
+// than AVX-512; the bits are the same.
+inline Isa IsaOfJob(Isa best, int64_t rows, int64_t tile) {
+  const bool is_fast = rows >= 8 && (tile >= kSegment || (tile >= 64 && rows >= 32));
+  return best == Isa::kAmx && !is_fast ? Isa::kAvx512 : best;
+}
+
 // A row of x in the order of w's codes, zeros beyond K.
 inline void OrderRow(const BlockJob& job, const int8_t* from, int8_t* to) {
   if (job.order == nullptr) {

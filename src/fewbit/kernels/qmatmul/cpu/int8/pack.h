@@ -64,6 +64,10 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
         Lay(job.bits, segment, from, out + (m + i) * row + 4 * segment.at);
         continue;
       }
+      if (FEWBIT_AMX) {
+        Lay(job.bits, segment, from, out + 4 * (segment.at * job.M + (m + i) * segment.groups));
+        continue;
+      }
       Lay(job.bits, segment, from, laid);
       for (int64_t k = 0; k < 4 * segment.groups; k += kIntDeep) std::memcpy(to + k * block, laid + k, kIntDeep);
     }
