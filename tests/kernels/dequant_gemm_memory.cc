@@ -51,20 +51,29 @@ static int Failures(int number) {
   for (float& zero : zeros) zero = static_cast<float>(Any(0, 9));
   w.codes = codes.data() + skew, w.values = values.data();
   w.scale = {ScaleType::kF32, scales.data(), nullptr}, w.zero = {ScaleType::kF32, zeros.data(), nullptr};
-  job.M = Any(0, 1) ? Any(1, 4) : Any(5, 20), job.K = job.contracted(), job.N = job.outputs();
+  job.M = Any(0, 1) ? Any(1, 4) : Any(0, 2) ? Any(5, 20) : Any(64, 100), job.K = job.contracted(), job.N = job.outputs();
+  const bool is_brain = Any(0, 1);  // x
+  const int x_bits = is_brain ? 8 : 24;
   int failures = 0;
-  for (int level = 0; level <= static_cast<int>(BestIsa()); ++level) {
-    const Isa isa = static_cast<Isa>(level);
+  for (int level = 0; level < 4; ++level) {  // the best one twice, where there is no AMX
+    const Isa isa = TileIsaOf(level);
     const Kernels kernels = KernelsFor(isa);
     const int64_t steps = kernels.steps(job), length = (job.K + 511) / 512 * 512;
     job.ldx = length + 16, job.ld_sums = SumsOfRow(w);
     std::vector<float> x(job.M * job.ldx, 0.0f), blocked(x.size()), sums(job.M * job.ld_sums), y(job.M * job.N, NAN);
     for (int64_t m = 0; m < job.M; ++m) {
-      for (int64_t k = 0; k < job.K; ++k) x[m * job.ldx + k] = static_cast<float>(Any(-8, 8));
+      for (int64_t k = 0; k < job.K; ++k) x[m * job.ldx + k] = std::ldexp(static_cast<float>(Any(-(1 << x_bits), 1 << x_bits)), 3 - x_bits);
       if (steps > 1) BlockedX(&x[m * job.ldx], length, steps, &blocked[m * job.ldx]);
       if (job.contracts_cols) TileSums(&x[m * job.ldx], w, &sums[m * job.ld_sums]);
     }
     job.x = steps > 1 ? blocked.data() : x.data(), job.x_sums = sums.data(), job.y = y.data();
+    const bool in_tiles = is_brain && kernels.takes_tiles(job);
+    std::vector<uint16_t> row(job.K), tiles(in_tiles ? job.tile_numbers() : 0);
+    for (int64_t m = 0; in_tiles && m < job.M; ++m) {
+      for (int64_t k = 0; k < job.K; ++k) row[k] = BrainOf(x[m * job.ldx + k]);
+      LayTiles(job, m, row.data(), nullptr, 0, tiles.data());
+    }
+    job.x_tiles = in_tiles ? tiles.data() : nullptr;
     for (int64_t chunk = 0; chunk < kernels.chunks(job); ++chunk) kernels.run(job, chunk);
     for (int64_t m = 0; m < job.M; ++m) {
       for (int64_t n = 0; n < job.N; ++n) {

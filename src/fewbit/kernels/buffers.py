@@ -18,7 +18,10 @@ _FLOATS = {"e4m3fn": (3, 2.0**8), "e5m2": (4, 1.0), "e2m3": (5, 1.0), "e3m2": (6
 
 _NO_ZERO, _WHOLE, _OFFSET = range(3)
 LEVELS = ("portable", "avx2", "avx512")
-"""The instruction sets of float products and attention."""
+"""The instruction sets of attention."""
+
+FLOAT_LEVELS = (*LEVELS, "amx")
+"""The instruction sets of float products."""
 
 INTEGER_LEVELS = ("portable", "avx2", "avxvnni", "avx512", "amx")
 """The instruction sets of integer products."""

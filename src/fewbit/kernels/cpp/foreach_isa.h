@@ -9,8 +9,9 @@
 // of such a template, and it could be one that the machine cannot run.
 //
 // With `#define FEWBIT_BYTE_DOT 1` before, the kernels are also compiled for AVX2 with VNNI and for arm64 with sdot, which
-// multiply bytes, and for AMX and for arm64 with smmla, which multiply matrices of them; FEWBIT_VNNI says whether an instruction
-// multiplies bytes, FEWBIT_AMX and FEWBIT_I8MM whether those are there. AMX is a part of FEWBIT_LEVEL_AVX512.
+// multiply bytes, and for arm64 with smmla, which multiplies matrices of them; FEWBIT_VNNI says whether an instruction multiplies
+// bytes, FEWBIT_I8MM whether smmla is there. With `#define FEWBIT_HAS_AMX_KERNELS 1` they are compiled for AMX, too: FEWBIT_LEVEL is
+// that of AVX-512 then, and FEWBIT_AMX 1.
 //
 // Translation units. setup.py compiles a source with `#define FEWBIT_UNITS n` n times at once, with FEWBIT_UNIT 0 to n - 1, and
 // links the objects: unit 0 is plain C++ and the handlers, 1 is AVX2, the others are AVX-512 with AMX. Without FEWBIT_UNIT (tests, arm64,
@@ -29,6 +30,9 @@
 
 #ifndef FEWBIT_BYTE_DOT
 #define FEWBIT_BYTE_DOT 0
+#endif
+#ifndef FEWBIT_HAS_AMX_KERNELS
+#define FEWBIT_HAS_AMX_KERNELS 0
 #endif
 
 #define FEWBIT_PRAGMA(text) _Pragma(#text)
@@ -128,10 +132,10 @@ namespace avx512 {
 #include FEWBIT_KERNELS
 }
 FEWBIT_END
-#if FEWBIT_BYTE_DOT && FEWBIT_KNOWS_AMX
+#if FEWBIT_HAS_AMX_KERNELS && FEWBIT_KNOWS_AMX && FEWBIT_IN_UNIT(2)
 #undef FEWBIT_AMX
 #define FEWBIT_AMX 1
-FEWBIT_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,amx-tile,amx-int8")
+FEWBIT_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx512bf16,amx-tile,amx-int8,amx-bf16")
 namespace amx {
 #include FEWBIT_KERNELS
 }
@@ -149,7 +153,7 @@ FEWBIT_END
 // The kernels for an instruction set that this machine has.
 inline Kernels KernelsFor(Isa isa) {
 #if FEWBIT_X86
-#if FEWBIT_BYTE_DOT && FEWBIT_KNOWS_AMX
+#if FEWBIT_HAS_AMX_KERNELS && FEWBIT_KNOWS_AMX
   if (isa == Isa::kAmx) return amx::GetKernels();
 #endif
   if (isa == Isa::kAvx512) return avx512::GetKernels();

@@ -59,7 +59,7 @@
 
 namespace fewbit {
 
-// Only kernels with FEWBIT_BYTE_DOT have the last four (foreach_isa.h).
+// Only kernels with FEWBIT_BYTE_DOT have kAvxVnni, kDotprod and kI8mm, only those with FEWBIT_HAS_AMX_KERNELS kAmx (foreach_isa.h).
 enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvxVnni = 3, kDotprod = 4, kI8mm = 5, kAmx = 6 };
 
 // Whether the environment variable FEWBIT_ISA names an instruction set, which is then the best that is used.
@@ -104,20 +104,27 @@ inline bool HasAvxVnni() {
 #endif
 }
 
-// Whether a processor with AVX-512 has AMX for bytes. Linux gives a process its registers when it asks for them.
+// Whether a processor with AVX-512 has AMX for bytes and for bfloat16, and AVX-512's conversion to that. Linux gives a process the
+// registers when it asks for them.
 inline bool HasAmx() {
 #if FEWBIT_X86 && FEWBIT_KNOWS_AMX
   static const bool has = [] {
     constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    constexpr unsigned kTilesAndBytes = 3u << 24;
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return BestIsa() == Isa::kAvx512 && !IsLimitedTo("avx512") && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-           (d & kTilesAndBytes) == kTilesAndBytes && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+    constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25, kConversion = 1u << 5;
+    unsigned a = 0, b = 0, c = 0, d = 0, brain = 0;
+    return BestIsa() == Isa::kAvx512 && !IsLimitedTo("avx512") && __get_cpuid_count(7, 1, &brain, &b, &c, &d) &&
+           __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) == kTiles && (brain & kConversion) != 0 &&
+           syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
   }();
   return has;
 #else
   return false;
 #endif
+}
+
+// As `IsaOf` for kernels of floats with FEWBIT_HAS_AMX_KERNELS, whose level 3 is AMX.
+inline Isa TileIsaOf(int64_t level) {
+  return (level < 0 || level > 2) && HasAmx() ? Isa::kAmx : IsaOf(level);
 }
 
 // Whether an arm64 has sdot.

@@ -37,6 +37,8 @@ PyObject* ModuleOf(PyModuleDef* definition, const Target (&targets)[count]) {
   if (PyModule_AddObject(module, "TARGETS", capsules) != 0) return nullptr;
 #if defined(FEWBIT_BYTE_DOT) && FEWBIT_BYTE_DOT
   const Isa best = ByteDotIsaOf(-1);
+#elif defined(FEWBIT_HAS_AMX_KERNELS) && FEWBIT_HAS_AMX_KERNELS
+  const Isa best = TileIsaOf(-1);
 #else
   const Isa best = BestIsa();
 #endif

@@ -14,6 +14,7 @@ from fewbit._tiles import tile_counts
 from fewbit.array.packing import code_capacity, pack, paired
 from fewbit.array.scales import CentredAbsMax
 from fewbit.formats import AbstractFormat
+from fewbit.kernels.buffers import FLOAT_LEVELS
 from fewbit.kernels.extension import HOW_TO_BUILD, Extension, extension
 from fewbit.kernels.qmatmul import Cpu, Problem
 from fewbit.kernels.qmatmul.problem import Operand
@@ -23,8 +24,7 @@ BUILT = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
 
 CPU = Cpu()
-LEVELS = ("portable", "avx2", "avx512")
-HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[:1]  # arm64 has one of its own
+HERE = FLOAT_LEVELS[: FLOAT_LEVELS.index(BUILT.isa) + 1] if BUILT.isa in FLOAT_LEVELS else FLOAT_LEVELS[:1]  # arm64 has one of its own
 ROWS, COLS = 70, 200  # no tile of a preset divides either
 
 
@@ -164,6 +164,37 @@ def test_dtypes_are_rounded_once():
         assert y.dtype == dtype
         np.testing.assert_array_equal(y, wide.astype(dtype))
     assert np.isfinite(exact).all()
+
+
+def in_bfloat16(x: np.ndarray, q: fb.QArray, axis: int, isa: str | None = None) -> tuple[jax.Array, np.ndarray]:
+    """The product with x rounded to bfloat16, in float32, by the compiled kernel; and this x."""
+    rounded = jnp.asarray(x, jnp.bfloat16)
+    problem = Problem(Operand.of(rounded), Operand.of(q), contracting(axis), preferred_element_type=jnp.float32)
+    return dataclasses.replace(CPU, isa=isa).run(problem, rounded, q), np.asarray(rounded, np.float32)
+
+
+@pytest.mark.parametrize("name", ["nf4", "uint4", "q4_1", "int8", "fp8", "int3", "mxfp6", "mxfp4", "nvfp4", "ternary"])
+def test_many_rows_in_bfloat16(name):
+    """AMX multiplies 64 rows or more, 32 at a time, with weights in up to three parts; other levels in float32."""
+    for axis, tiled in ((1, -1), (0, -2), (0, -1)):
+        q = weight(name, tiled)
+        for isa in HERE[-2:]:
+            y, x = in_bfloat16(activation(97, q.shape[axis]), q, axis, isa)
+            assert beyond_rounding(y, x, q, axis) < 1, isa
+
+
+def test_many_rows_in_bfloat16_beside_infinity():
+    """Weights next to the largest float32, infinity, and NaN have the results of the other levels; so have inputs."""
+    q = fb.quantize(2.0**127 * jnp.clip(activation(ROWS, COLS), -1.5, 1.5), "mxfp8")
+    y, x = in_bfloat16(2.0**-30 * activation(70, COLS), q, 1)
+    assert beyond_rounding(y, x, q, 1) < 1
+    codes = jnp.asarray(weight("fp8_e5m2", -1).codes).at[3, 7].set(0x7C).at[5, 9].set(0x7E)
+    q, x = dataclasses.replace(weight("fp8_e5m2", -1), codes=codes), np.abs(activation(70, COLS)) + 1
+    x[11, 2], x[12, 3] = np.inf, np.nan
+    y, expected = (np.asarray(in_bfloat16(x, q, 1, isa)[0]) for isa in (HERE[-1], HERE[0]))
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    np.testing.assert_array_equal(np.isposinf(y), np.isposinf(expected))
+    assert np.isposinf(np.delete(y[:, 3], [11, 12])).all() and np.isnan(y[:, 5]).all()
 
 
 def test_where_jit_is_off():

@@ -20,13 +20,14 @@
 // GEMM (gemm.h, microkernel.h). Panels of 128 outputs by 128 contracted elements are decoded and scaled to float32, [k][n] for
 // either layout; the micro-kernel is 6 rows by 4 vectors: 24 FMA for 10 loads. Its part of a panel, 32 KiB, stays in L1 while it
 // walks down the rows of x. Along the contraction the packed bytes of 16 rows are transposed before decoding. Formats without
-// a register decoder are decoded row by row (decode_scalar.h).
+// a register decoder are decoded row by row (decode_scalar.h). With AMX (amx.h), 64 rows or more of x in bfloat16 are multiplied as
+// they are, by panels cut into up to three bfloat16 whose sum is the float32.
 //
 // Threads take contiguous chunks of outputs; each output is summed in one order, so the bits do not depend on their number.
 // Groups of rows with a matrix each (mixture of experts) are jobs whose chunks all threads share.
 //
 // Measurements, and what did not pay: docs/design/kernels-cpu.md.
-#define FEWBIT_UNITS 5  // the handler with plain C++, AVX2, and three for AVX-512 (select_kernel.h)
+#define FEWBIT_UNITS 5  // the handler with plain C++, AVX2, and three for AVX-512 (select_kernel.h), the first with AMX
 
 #include "dequant/kernels.h"
 
@@ -69,6 +70,17 @@ static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, 
     const int64_t code = i / group * group + order[i % group];
     out[i] = code < k ? at(code) : 0.0f;
   }
+}
+
+// Whether numbers in bfloat16 have neither infinities nor NaN. Infinity times a weight's parts, of either sign or zero, would be NaN.
+static bool AreFinite(const uint16_t* x, int64_t count) {
+  constexpr int64_t kAtOnce = 4096;
+  for (int64_t i = 0; i < count; i += kAtOnce) {
+    uint16_t found = 0;
+    for (int64_t j = i; j < i + kAtOnce && j < count; ++j) found |= static_cast<uint16_t>((x[j] & 0x7F80) == 0x7F80);
+    if (found != 0) return false;
+  }
+  return true;
 }
 
 // The matrices of a stack: where each begins.
@@ -173,7 +185,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   if (checks.failed() || !stack.Fits(checks)) return checks.error();
   CheckOrder(order, bits, packed_cols ? cols : rows, checks);
   checks.Within("kind of the codes", code_kind, 0, 6);
-  checks.Within("level", level, -1, 2);
+  checks.Within("level", level, -1, 3);
   CheckRows(x_shape, y_shape, contracts_cols ? cols : rows, contracts_cols ? rows : cols, order, packed_cols == contracts_cols, checks);
   CheckMatrices(x_shape, codes.dimensions()[0], picked, sizes, static_cast<int64_t>(tensor_scale.element_count()), checks);
   if (checks.failed()) return checks.error();
@@ -204,7 +216,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
                           role == 0 || zero.dimensions()[0] == 1 ? 0 : zero.dimensions()[1] * zero.dimensions()[2],
                           tensor_scales == 1 ? 0 : 1, unit};
 
-  const Kernels kernels = KernelsFor(IsaOf(level));
+  const Kernels kernels = KernelsFor(TileIsaOf(level));
   const int64_t x_bytes = SizeOf(x_kind), y_bytes = SizeOf(job.y_kind);
   const char* x_data = static_cast<const char*>(x.untyped_data());
   char* y_data = static_cast<char*>(y->untyped_data());
@@ -213,17 +225,20 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   struct Laid {
     Job job;
     int64_t steps, m0, from, chunks;  // `from`: the first of its rows among those that are laid out
+    int64_t tiles_at = -1;            // where its tiles of x begin; -1: it has none
   };
   std::vector<Laid> jobs;
   std::vector<int32_t> owner;  // of each row that is laid out
-  int64_t chunks = 0, work = 0, done = 0, block = 16;  // `block`: what a kernel takes of a row of x at once
+  int64_t chunks = 0, work = 0, done = 0, tile_numbers = 0, block = 16;  // `block`: what a kernel takes of a row of x at once
   bool is_blocked = false;
   for (const Group& one : GroupsOf(sizes, x_shape[0], x_shape[1], first)) {
     done = one.m0 + one.rows;
     job.M = one.rows;
     matrices.Take(one.matrix, &w);
     const int64_t steps = kernels.steps(job);
-    const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr;
+    const bool in_tiles = x_kind == Float::kBF16 && kernels.takes_tiles(job) &&
+                          AreFinite(reinterpret_cast<const uint16_t*>(x_data) + one.m0 * job.K, job.M * job.K);
+    const bool as_is = in_tiles || (steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr);
     job.x = as_is ? reinterpret_cast<const float*>(x_data + one.m0 * job.K * x_bytes) : nullptr;
     job.ldx = job.K;
     job.y = y_data + one.m0 * job.N * y_bytes;
@@ -233,6 +248,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
     block = as_is ? block : std::max(block, steps > 1 ? 16 * steps : kMost);
     is_blocked = is_blocked || steps > 1;
     chunks += jobs.back().chunks, work += job.M * w.rows * w.cols;
+    if (in_tiles) jobs.back().tiles_at = tile_numbers, tile_numbers += job.tile_numbers();
   }
   std::memset(y_data + done * job.N * y_bytes, 0, (all_rows - done) * job.N * y_bytes);
 
@@ -258,6 +274,19 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
       if (has_sums) TileSums(row, w, sums + i * ld_sums);
     }
   });
+  struct Tiles {};
+  const CallMemory<Tiles> of_tiles(tile_numbers * sizeof(uint16_t) + 64);
+  uint16_t* tiles = reinterpret_cast<uint16_t*>(FromALine(of_tiles.floats()));
+  for (Laid& one : jobs) {
+    if (one.tiles_at < 0) continue;
+    one.job.x_tiles = tiles + one.tiles_at;
+    const uint16_t* x_rows = reinterpret_cast<const uint16_t*>(x_data) + one.m0 * job.K;
+    ParallelFor(pool, (one.job.M + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
+      for (int64_t m = chunk * kRowsAtOnce; m < one.job.M && m < (chunk + 1) * kRowsAtOnce; ++m) {
+        LayTiles(one.job, m, x_rows + m * job.K, x_order, group, tiles + one.tiles_at);
+      }
+    });
+  }
   const auto run = [&](int64_t chunk) {
     size_t i = 0;
     for (; chunk >= jobs[i].chunks; ++i) chunk -= jobs[i].chunks;

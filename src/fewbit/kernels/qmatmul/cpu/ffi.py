@@ -6,7 +6,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ....array.qarray import QArray
-from ...buffers import LEVELS, code_values, flat, scale_buffers, stored_zeros, stream_order
+from ...buffers import FLOAT_LEVELS, code_values, flat, scale_buffers, stored_zeros, stream_order
 from ..matrix_view import contracted_axis
 
 TARGET = "fewbit_qmatmul"
@@ -62,6 +62,6 @@ def native_product(
         codes=np.int64(kind),
         role=np.int64(role),
         unit=np.float32(unit),
-        level=np.int64((None, *LEVELS).index(isa) - 1),
+        level=np.int64((None, *FLOAT_LEVELS).index(isa) - 1),
         order=order,
     )

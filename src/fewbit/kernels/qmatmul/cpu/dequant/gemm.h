@@ -39,25 +39,49 @@ static void AskFor(const Weight& w, int64_t r0, int64_t r1, int64_t c0, int64_t 
   }
 }
 
+// Floats of a panel, and of the memory that filling and storing it takes.
+static int64_t PanelRoom(int64_t length, int64_t width) {
+  return (width + kLanes) * length + kSlack + (4 + kLanes) * (kPart + kSlack) + 32 * (length + kSlack);
+}
+
+// Fills a panel from place k0 on, row by row without `fill`; returns how many places it has.
+static int64_t FillPanel(const Job& job, Fill fill, int64_t n0, int64_t outputs, int64_t k0, int64_t length, float* rest, float* panel,
+                         int64_t ldw) {
+  const int64_t count = job.contracted() - k0 < length ? job.contracted() - k0 : length;
+  if (fill != nullptr) fill(job.w, n0, outputs, k0, count, rest, panel, ldw);
+  else FillRows(job.w, job.contracts_cols, n0, outputs, k0, count, rest, panel, ldw);
+  const int64_t next = k0 + count, after = next + length < job.contracted() ? next + length : job.contracted();
+  if (job.contracts_cols) AskFor(job.w, n0, n0 + outputs, next, after);
+  else AskFor(job.w, next, after, n0, n0 + outputs);
+  return count;
+}
+
+// Stores rows [m0, m1) of the outputs of a panel; `rest` has room for one.
+static void StorePanel(const Job& job, const float* c, int64_t width, int64_t interleave, int64_t n0, int64_t outputs, int64_t m0,
+                       int64_t m1, float* rest) {
+  int32_t place[kPanelOutputs];
+  for (int64_t n = 0; n < width; ++n) {
+    place[n] = static_cast<int32_t>(n / (16 * interleave) * 16 * interleave + n % interleave * 16 + n % (16 * interleave) / interleave);
+  }
+  for (int64_t m = m0; m < m1; ++m, c += width) {
+    for (int64_t n = 0; interleave > 1 && n < width; ++n) rest[n] = c[place[n]];
+    StoreOutputs(job, m, n0, outputs, interleave > 1 ? rest : c);
+  }
+}
+
 // Rows [m0, m1) of y for the outputs of one panel's width, from n0 on.
 //
-// Without `fill` the panel is decoded row by row. With it, it is filled `length` places at a time, and outputs are interleaved
-// by `interleave`.
+// With `fill` the panel is filled `length` places at a time, and outputs are interleaved by `interleave`.
 static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t width, int64_t interleave, int64_t n0, int64_t m0,
                          int64_t m1) {
   const int64_t rows = m1 - m0, ldw = width + kLanes;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width;
   const int64_t across = (outputs + 16 * interleave - 1) / (16 * interleave) * 16 * interleave;  // the end of their padded range
-  float* floats = Workspace(ldw * length + kSlack + rows * width + (4 + kLanes) * (kPart + kSlack) + 32 * (length + kSlack));
+  float* floats = Workspace(PanelRoom(length, width) + rows * width);
   float *panel = floats, *c = panel + ldw * length + kSlack, *rest = c + rows * width;
   for (int64_t i = 0; i < rows * width; ++i) c[i] = 0.0f;
   for (int64_t k0 = 0; k0 < job.contracted(); k0 += length) {
-    const int64_t count = job.contracted() - k0 < length ? job.contracted() - k0 : length;
-    if (fill != nullptr) fill(job.w, n0, outputs, k0, count, rest, panel, ldw);
-    else FillRows(job.w, job.contracts_cols, n0, outputs, k0, count, rest, panel, ldw);
-    const int64_t next = k0 + count, after = next + length < job.contracted() ? next + length : job.contracted();
-    if (job.contracts_cols) AskFor(job.w, n0, n0 + outputs, next, after);
-    else AskFor(job.w, next, after, n0, n0 + outputs);
+    const int64_t count = FillPanel(job, fill, n0, outputs, k0, length, rest, panel, ldw);
     for (int64_t n = 0; n < across; n += kAcross * kLanes) {
       for (int64_t k = 0; k < count; k += kPart) {
         const int64_t part = count - k < kPart ? count - k : kPart;
@@ -68,13 +92,5 @@ static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t widt
       }
     }
   }
-  int32_t place[kPanelOutputs];
-  for (int64_t n = 0; n < width; ++n) {
-    place[n] = static_cast<int32_t>(n / (16 * interleave) * 16 * interleave + n % interleave * 16 + n % (16 * interleave) / interleave);
-  }
-  for (int64_t m = 0; m < rows; ++m) {
-    const float* y = c + m * width;
-    for (int64_t n = 0; interleave > 1 && n < width; ++n) rest[n] = y[place[n]];
-    StoreOutputs(job, m0 + m, n0, outputs, interleave > 1 ? rest : y);
-  }
+  StorePanel(job, c, width, interleave, n0, outputs, m0, m1, rest);
 }

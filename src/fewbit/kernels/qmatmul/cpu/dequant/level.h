@@ -8,7 +8,11 @@
 #include "decode_simd.h"
 #include "cpp/microkernel.h"
 #include "gemm.h"
+#if FEWBIT_AMX
+#include "amx.h"
+#else
 #include "gemv_rows.h"
 #include "gemv_columns.h"
 #include "fold_scale.h"
 #include "select_kernel.h"
+#endif

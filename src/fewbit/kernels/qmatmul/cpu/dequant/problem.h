@@ -18,11 +18,14 @@ struct Job {
   int64_t ld_sums;
   void* y;               // [M, N]
   Float y_kind;
+  const uint16_t* x_tiles;  // in place of x in bfloat16 (amx.h): [pairs of blocks, 2, tile_steps, 16 rows, 32 places], zeros beyond K
   const int32_t* order;  // the code at each place of a group of the stream, of the axis that is not contracted; null: in order
   int64_t group;
   int64_t threads = 1;   // how many may share the work, which changes no bit
 
   int64_t contracted() const { return contracts_cols ? w.cols : w.rows; }
+  int64_t tile_steps() const { return (contracted() + 31) / 32; }
+  int64_t tile_numbers() const { return (M + 31) / 32 * 2 * tile_steps() * 512; }
   int64_t outputs() const { return contracts_cols ? w.rows : w.cols; }
 
   // The output at place `i` of the axis that is not contracted; N or more for padding.

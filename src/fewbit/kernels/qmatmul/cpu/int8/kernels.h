@@ -59,6 +59,7 @@ inline void OrderRow(const BlockJob& job, const int8_t* from, int8_t* to) {
 }  // namespace fewbit
 
 #define FEWBIT_BYTE_DOT 1
+#define FEWBIT_HAS_AMX_KERNELS 1
 #define FEWBIT_KERNELS "qmatmul/cpu/int8/level.h"
 #include "cpp/foreach_isa.h"
 
