@@ -24,7 +24,9 @@ BUILT = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
 
 CPU = Cpu()
-HERE = FLOAT_LEVELS[: FLOAT_LEVELS.index(BUILT.isa) + 1] if BUILT.isa in FLOAT_LEVELS else FLOAT_LEVELS[:1]  # arm64 has one of its own
+HERE = (
+    FLOAT_LEVELS[: FLOAT_LEVELS.index(BUILT.isa) + 1] if BUILT.isa in FLOAT_LEVELS else FLOAT_LEVELS[:1]
+)  # arm64 has one of its own
 ROWS, COLS = 70, 200  # no tile of a preset divides either
 
 

@@ -3,7 +3,8 @@
 //
 // A decoded weight, a float32, is the sum of three bfloat16: the number rounded, what that leaves rounded, and the rest. So all
 // products with x are exact, and sums are in float32, as at the other levels. Parts that are zero in a whole panel are not multiplied:
-// MXFP4 and NVFP4 are one part, 4 bits with scales in bfloat16 or float16 two. Numbers below 2**-126 count as zero.
+// MXFP4 and NVFP4 (whose tensor scale multiplies the sums) are one part, 4 bits with scales in bfloat16 or float16 two. Numbers below
+// 2**-126 count as zero.
 //
 // Registers 0 to 3 are sums of 32 rows and 32 outputs, 4 and 5 have x, 6 and 7 parts of w.
 
@@ -109,8 +110,19 @@ static void SetTiles() {
   _tile_loadconfig(&config);
 }
 
+// Takes a factor of all weights out that would make them longer than a bfloat16: a tensor scale of scales in 8 bits.
+static float TakeUnit(Weight& w) {
+  int exponent;
+  const float unit = w.unit;
+  if (w.scale.type != ScaleType::kTable || w.role == Zero::kOffset || std::frexp(unit, &exponent) == 0.5f) return 1.0f;
+  w.unit = 1.0f;
+  return unit;
+}
+
 // Rows [m0, m1) of y for the outputs of one panel's width, from n0 on; see `PanelProduct`.
-static void TileProduct(const Job& job, Fill fill, int64_t length, int64_t width, int64_t interleave, int64_t n0, int64_t m0, int64_t m1) {
+static void TileProduct(const Job& asked, Fill fill, int64_t length, int64_t width, int64_t interleave, int64_t n0, int64_t m0, int64_t m1) {
+  Job job = asked;
+  const float factor = TakeUnit(job.w);
   typedef void (*Multiply)(const uint16_t*, const uint16_t*, const uint16_t*, int64_t, float*, int64_t);
   static const Multiply by_parts[] = {MultiplyTiles<1>, MultiplyTiles<2>, MultiplyTiles<3>};
   const int64_t rows = (m1 - m0 + 2 * kTileRows - 1) / (2 * kTileRows) * 2 * kTileRows, ldw = width + kLanes;
@@ -133,6 +145,7 @@ static void TileProduct(const Job& job, Fill fill, int64_t length, int64_t width
     }
   }
   _tile_release();  // the system needs longer to switch from a thread that holds these registers
+  for (int64_t i = 0; factor != 1.0f && i < (m1 - m0) * width; ++i) sums[i] *= factor;
   StorePanel(job, sums, width, interleave, n0, outputs, m0, m1, rest);
 }
 
@@ -140,7 +153,9 @@ static bool TakesTiles(const Job& job) { return job.M >= kFewestRows && avx512::
 
 static void RunChunk(const Job& job, int64_t chunk) {
   if (job.x_tiles == nullptr) return avx512::RunChunk(job, chunk);
-  avx512::RunPanels(job, avx512::ChoiceOf(job), chunk, TileProduct);
+  const avx512::Choice choice = avx512::ChoiceOf(job);
+  const int64_t least = choice.fill == nullptr ? kPart : 2 * kPart;  // fewer loads and stores of sums
+  avx512::RunPanels(job, choice, chunk, least, TileProduct);
 }
 
 Kernels GetKernels() { return {avx512::StepsOf, avx512::ChunksOf, RunChunk, TakesTiles}; }

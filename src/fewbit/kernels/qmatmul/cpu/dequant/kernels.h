@@ -1,6 +1,7 @@
 // The kernels of every instruction set, without anything of XLA: the handler and the tests of memory errors share them.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>

@@ -181,17 +181,17 @@ static Job FromRow(const Job& job, int64_t m) {
   return rest;
 }
 
-// A chunk of a product by panels, those of `product`.
-static void RunPanels(const Job& job, const Choice& choice, int64_t chunk, decltype(&PanelProduct) product) {
+// A chunk of a product by panels of `least` contracted elements or more.
+static void RunPanels(const Job& job, const Choice& choice, int64_t chunk, int64_t least, decltype(&PanelProduct) product) {
   const int64_t width = WidthOf(job, choice), down = (job.M + kTall - 1) / kTall, m0 = chunk % down * kTall;
-  const int64_t length = 16 * choice.steps < kPart ? kPart : 16 * choice.steps;
+  const int64_t length = 16 * choice.steps < least ? least : 16 * choice.steps;
   const int64_t m1 = m0 + kTall < job.M ? m0 + kTall : job.M;
   product(job, choice.fill, length, width, choice.interleave, chunk / down * width, m0, m1);
 }
 
 static void RunChunk(const Job& job, int64_t chunk) {
   const Choice choice = ChoiceOf(job);
-  if (choice.few == nullptr) return RunPanels(job, choice, chunk, PanelProduct);
+  if (choice.few == nullptr) return RunPanels(job, choice, chunk, kPart, PanelProduct);
   const int64_t width = WidthOf(job, choice);
   choice.few(job, chunk * width, width);
   if (job.M > choice.rows) RunChunk(FromRow(job, choice.rows), chunk);
