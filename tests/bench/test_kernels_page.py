@@ -143,6 +143,19 @@ def blocks() -> Iterator[Row]:
         yield name, *(f"{r['of_float32']:.2f}" for r in cells)
 
 
+def amx(kinds: tuple[str, ...]) -> Iterator[Row]:
+    rows = [r for r in saved("amx") if r["x"].startswith(kinds)]
+    for scheme in dict.fromkeys(r["scheme"] for r in rows):
+        cells = [r for r in rows if r["scheme"] == scheme]
+        yield scheme, *(f"{r['of_avx512']:.2f}" for r in cells)
+
+
+def amx_and_dense() -> Iterator[Row]:
+    for scheme, *cells in amx(("bfloat16",)):
+        ms = one(saved("amx"), scheme=scheme, x="bfloat16", shape=[4096, 4096], m=512)["ms"]
+        yield scheme, *cells, f"{ms['amx'] / ms['dense, bfloat16']:.2f}"
+
+
 def encoder_activations() -> Iterator[Row]:
     for r in saved("encoder_activations"):
         yield r["recipe"], *(f"{r[f'{which}_{kind}']:.4f}" for which in ("mean", "least") for kind in ("float32", "int8"))
@@ -227,6 +240,8 @@ FILES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
     "experts": ("8 experts of 1024 x 1024, rows", experts),
     "integers": ("weight | 16 rows, of XLA's int8", integers),
     "blocks": ("int8 `x`, blocks, `x @ w`", blocks),
+    "amx": ("AMX, `x` in bfloat16", amx_and_dense),
+    "amx of integers": ("AMX, `x` in int8", functools.partial(amx, ("int8",))),
     "activations": ("recipe | perplexity, float32", activations),
     "encoder_activations": ("MiniLM, recipe", encoder_activations),
     "attention": ("one layer", attention),
