@@ -54,6 +54,17 @@ def test_values(name: str, dtype: str):
             assert (np.abs(np.asarray(y, np.float64) - expected(x, q, sizes, axis)) <= allowed).all()
 
 
+def test_large_groups_in_bfloat16():
+    """AMX multiplies those of 64 rows or more, others float32 kernels."""
+    q, sizes = fb.quantize(jnp.asarray(random(4, 64, 96)), "q4_1", axis=-1), [70, 3, 0, 131]
+    x = jnp.asarray(random(210, 96), jnp.bfloat16)
+    problem = Problem.ragged(Operand.of(x), Operand.of(q), True, preferred=jnp.float32)
+    y = Cpu().run(problem, x, q, jnp.array(sizes))
+    np.testing.assert_allclose(y, expected(x, q, sizes, 2), rtol=0, atol=300 * 100 * 2.0**-24)
+    own = fb.dot_general(x[73:204], q[3], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, backend="cpu")
+    np.testing.assert_array_equal(y[73:204], own)
+
+
 def test_a_group_has_the_bits_of_its_own_product():
     q, x = fb.quantize(jnp.asarray(random(4, 64, 96)), "nf4", axis=-2), jnp.asarray(random(24, 64))
     y = fb.ragged_dot(x, q, jnp.array([3, 0, 20, 1]), backend="cpu")

@@ -98,18 +98,6 @@ static void MultiplyTiles(const uint16_t* x, const uint16_t* next_x, const uint1
 }
 #undef MULTIPLY_PART
 
-// All registers have 16 rows of 64 bytes.
-static void SetTiles() {
-  struct alignas(64) {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  } config = {};
-  config.palette = 1;
-  for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = 16;
-  _tile_loadconfig(&config);
-}
-
 // Takes a factor of all weights out that would make them longer than a bfloat16: a tensor scale of scales in 8 bits.
 static float TakeUnit(Weight& w) {
   int exponent;
@@ -121,10 +109,10 @@ static float TakeUnit(Weight& w) {
 
 // Rows [m0, m1) of y for the outputs of one panel's width, from n0 on; see `PanelProduct`.
 static void TileProduct(const Job& asked, Fill fill, int64_t length, int64_t width, int64_t interleave, int64_t n0, int64_t m0, int64_t m1) {
-  Job job = asked;
-  const float factor = TakeUnit(job.w);
   typedef void (*Multiply)(const uint16_t*, const uint16_t*, const uint16_t*, int64_t, float*, int64_t);
   static const Multiply by_parts[] = {MultiplyTiles<1>, MultiplyTiles<2>, MultiplyTiles<3>};
+  Job job = asked;
+  const float factor = TakeUnit(job.w);
   const int64_t rows = (m1 - m0 + 2 * kTileRows - 1) / (2 * kTileRows) * 2 * kTileRows, ldw = width + kLanes;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, unit = 16 * (interleave < 2 ? 2 : interleave);
   const int64_t across = (outputs + unit - 1) / unit * unit, block = job.tile_steps() * kTile;
@@ -132,7 +120,9 @@ static void TileProduct(const Job& asked, Fill fill, int64_t length, int64_t wid
   float *parts_memory = sums + rows * width, *panel = parts_memory + width * length * kMostParts / 2, *rest = panel + ldw * length + kSlack;
   uint16_t* parts = reinterpret_cast<uint16_t*>(parts_memory);
   for (int64_t i = 0; i < rows * width; ++i) sums[i] = 0.0f;
-  SetTiles();
+  TileRegisters registers;
+  for (int i = 0; i < 8; ++i) registers.Shape(i, kTileRows, 64);
+  registers.Load();
   for (int64_t k0 = 0; k0 < job.contracted(); k0 += length) {
     const int64_t count = FillPanel(job, fill, n0, outputs, k0, length, rest, panel, ldw), steps = (count + kTileDeep - 1) / kTileDeep;
     const Multiply multiply = by_parts[CutPanel(panel, ldw, count, across, parts) - 1];

@@ -9,6 +9,7 @@
 #include "cpp/microkernel.h"
 #include "gemm.h"
 #if FEWBIT_AMX
+#include "cpp/tile_registers.h"
 #include "amx.h"
 #else
 #include "gemv_rows.h"

@@ -23,24 +23,15 @@ struct TileShapes {
 
   bool operator==(const TileShapes& other) const { return rows == other.rows && groups == other.groups && rest == other.rest; }
 
-  // Gives the registers of this thread these shapes, if they have others: that waits for all instructions before. What registers hold
-  // is lost.
+  // Gives the registers of this thread these shapes, if they have others. What they hold is lost then.
   void Set() const {
     if (Current() == *this) return;
     Current() = *this;
-    struct alignas(64) {
-      uint8_t palette, start_row, reserved[14];
-      uint16_t bytes[16];
-      uint8_t rows[16];
-    } config = {};
-    config.palette = 1;
-    const auto shape = [&](int tile, int tile_rows, int words) {
-      config.rows[tile] = static_cast<uint8_t>(tile_rows), config.bytes[tile] = static_cast<uint16_t>(4 * words);
-    };
-    for (int tile = 0; tile < 4; ++tile) shape(tile, rows, kTileWide);
-    shape(4, rows, groups), shape(5, groups, kTileWide);
-    if (rest != 0) shape(6, rows, rest), shape(7, rest, kTileWide);
-    _tile_loadconfig(&config);
+    TileRegisters registers;
+    for (int tile = 0; tile < 4; ++tile) registers.Shape(tile, rows, 4 * kTileWide);
+    registers.Shape(4, rows, 4 * groups), registers.Shape(5, groups, 4 * kTileWide);
+    if (rest != 0) registers.Shape(6, rows, 4 * rest), registers.Shape(7, rest, 4 * kTileWide);
+    registers.Load();
   }
 
   // Gives the registers back: the system needs longer to switch from a thread that holds them.

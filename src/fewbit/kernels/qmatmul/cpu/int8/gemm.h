@@ -303,6 +303,7 @@ static Tile TileAt(const IntegerJob& job, const Segment& segment, const IntegerS
 typedef void (*StripStep)(const IntegerJob&, const Segment&, const IntegerScratch&, int64_t, int64_t, int64_t, int64_t);
 
 #if FEWBIT_AMX
+#include "cpp/tile_registers.h"
 #include "amx.h"
 
 static StripStep RunStripOf(int64_t) { return RunStrip; }
