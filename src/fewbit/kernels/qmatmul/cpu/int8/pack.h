@@ -3,7 +3,7 @@
 //
 // A panel of w holds strips of kIntWide outputs, and each strip its groups: four bytes of every output. Codes of 4 bits are
 // taken four bytes at a time, too: their low halves make one group, their high halves the next, and x is laid out alike.
-// For smmla two groups are interleaved: eight bytes of every output, and of every row of x.
+// For smmla two groups are interleaved: eight bytes of every output, and of every row of x. For AMX each row of x is in one piece.
 
 // A row of x within a segment, in the order in which the codes of w come.
 static void Lay(int bits, const Segment& segment, const int8_t* from, int8_t* to) {

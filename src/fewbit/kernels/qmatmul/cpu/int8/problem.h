@@ -37,7 +37,7 @@ struct IntegerJob {
   PerTile<float> w_scale, x_scale;
   PerTile<int32_t> w_zero, x_zero;
   const BlockJob* blocks;   // whose weight it is, with the scales and zero points as they are stored; null: none
-  const int8_t* x;          // as `Prepare` lays it out: for each segment, block after block of kIntRows rows
+  const int8_t* x;          // as `Prepare` lays it out: for each segment, block after block of kIntRows rows, group after group or (AMX) row after row
   const int32_t* x_sums;    // [tiles, M]
   // Likewise, of products by panels: at what sums begin, which is x_sums times what the bytes of w have more than its numbers, negated;
   // x_zero; x_scale, 1 where rows are scaled only after all tiles; x_sums times that.
