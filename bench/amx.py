@@ -3,8 +3,7 @@
     python -m bench.amx [--rows 64 512] [--shapes 1536x576 4096x4096] [--rounds 15] [--save]
 
 x in bfloat16 times weights in float scales (AMX multiplies bfloat16), and x in int8 times weights of integers (AMX multiplies bytes),
-both with weights [N, K]. Prints nothing about speed unless every product is within the rounding of its float32 sums of that of the
-decoded operands, measured first.
+both with weights [N, K]. A product is timed only if it is within the rounding of its float32 sums of that of the decoded operands.
 """
 
 import argparse

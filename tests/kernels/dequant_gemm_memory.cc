@@ -67,7 +67,7 @@ static int Failures(int number) {
       if (job.contracts_cols) TileSums(&x[m * job.ldx], w, &sums[m * job.ld_sums]);
     }
     job.x = steps > 1 ? blocked.data() : x.data(), job.x_sums = sums.data(), job.y = y.data();
-    const bool in_tiles = is_brain && kernels.takes_tiles(job);
+    const bool in_tiles = is_brain && kernels.takes_bfloat16(job);
     std::vector<uint16_t> row(job.K), tiles(in_tiles ? job.tile_numbers() : 0);
     for (int64_t m = 0; in_tiles && m < job.M; ++m) {
       for (int64_t k = 0; k < job.K; ++k) row[k] = BrainOf(x[m * job.ldx + k]);

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
+from fewbit.kernels.buffers import INTEGER_LEVELS as LEVELS
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul import Cpu, Problem
 from fewbit.kernels.qmatmul.problem import Operand
@@ -16,7 +17,6 @@ from tests.conformance import array_laws as laws
 BUILT = extension("fewbit.kernels.qmatmul.cpu._int8_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
 
-LEVELS = ("portable", "avx2", "avxvnni", "avx512", "amx")
 HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[:1]  # arm64 has one of its own
 LAST, FIRST = ((((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())))
 

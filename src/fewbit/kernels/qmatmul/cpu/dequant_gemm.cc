@@ -74,13 +74,16 @@ static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, 
 
 // Whether numbers in bfloat16 have neither infinities nor NaN. Infinity times a weight's parts, of either sign or zero, would be NaN.
 static bool AreFinite(const uint16_t* x, int64_t count) {
-  constexpr int64_t kAtOnce = 4096;
-  for (int64_t i = 0; i < count; i += kAtOnce) {
-    uint16_t found = 0;
-    for (int64_t j = i; j < i + kAtOnce && j < count; ++j) found |= static_cast<uint16_t>((x[j] & 0x7F80) == 0x7F80);
-    if (found != 0) return false;
+  uint64_t found = 0;  // in the highest bit of four numbers at once, which an exponent of ones reaches when one is added to it
+  const auto look = [&](uint64_t four) { found |= (four & 0x7F807F807F807F80) + 0x0080008000800080; };
+  const int64_t whole = count / 4 * 4;
+  for (int64_t i = 0; i < whole; i += 4) {
+    uint64_t four;
+    std::memcpy(&four, x + i, sizeof(four));
+    look(four);
   }
-  return true;
+  for (int64_t i = whole; i < count; ++i) look(x[i]);
+  return (found & 0x8000800080008000) == 0;
 }
 
 // The matrices of a stack: where each begins.
@@ -236,7 +239,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
     job.M = one.rows;
     matrices.Take(one.matrix, &w);
     const int64_t steps = kernels.steps(job);
-    const bool in_tiles = x_kind == Float::kBF16 && kernels.takes_tiles(job) &&
+    const bool in_tiles = x_kind == Float::kBF16 && kernels.takes_bfloat16(job) &&
                           AreFinite(reinterpret_cast<const uint16_t*>(x_data) + one.m0 * job.K, job.M * job.K);
     const bool as_is = in_tiles || (steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr);
     job.x = as_is ? reinterpret_cast<const float*>(x_data + one.m0 * job.K * x_bytes) : nullptr;

@@ -8,8 +8,7 @@
 //
 // Registers 0 to 3 are sums of 32 rows and 32 outputs, 4 and 5 have x, 6 and 7 parts of w.
 
-constexpr int64_t kTileRows = 16, kTileDeep = 32, kTileWide = 16;
-constexpr int64_t kTile = kTileRows * kTileDeep;  // numbers of a register of x, and of w
+constexpr int64_t kTileWide = 16;  // outputs of a register; one of w has as many numbers as one of x, kTile
 constexpr int64_t kMostParts = 3;
 constexpr int64_t kFewestRows = 64;  // of x, for which a panel is worth cutting into parts
 
@@ -139,7 +138,7 @@ static void TileProduct(const Job& asked, Fill fill, int64_t length, int64_t wid
   StorePanel(job, sums, width, interleave, n0, outputs, m0, m1, rest);
 }
 
-static bool TakesTiles(const Job& job) { return job.M >= kFewestRows && avx512::ChoiceOf(job).few == nullptr; }
+static bool TakesBfloat16(const Job& job) { return job.M >= kFewestRows && avx512::ChoiceOf(job).few == nullptr; }
 
 static void RunChunk(const Job& job, int64_t chunk) {
   if (job.x_tiles == nullptr) return avx512::RunChunk(job, chunk);
@@ -148,4 +147,4 @@ static void RunChunk(const Job& job, int64_t chunk) {
   avx512::RunPanels(job, choice, chunk, least, TileProduct);
 }
 
-Kernels GetKernels() { return {avx512::StepsOf, avx512::ChunksOf, RunChunk, TakesTiles}; }
+Kernels GetKernels() { return {avx512::StepsOf, avx512::ChunksOf, RunChunk, TakesBfloat16}; }

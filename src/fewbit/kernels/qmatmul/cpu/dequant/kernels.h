@@ -29,7 +29,7 @@ struct Kernels {
   int64_t (*steps)(const Job& job);   // how many codes a lane holds, which is how x must be laid out (BlockedX); 1: in order
   int64_t (*chunks)(const Job& job);  // how many chunks a job has; any thread may run any of them
   void (*run)(const Job& job, int64_t chunk);
-  bool (*takes_tiles)(const Job& job);  // whether x in bfloat16 is multiplied as it is, laid out in x_tiles
+  bool (*takes_bfloat16)(const Job& job);  // whether x in bfloat16 is multiplied without conversion to float32, from x_tiles
 };
 
 }  // namespace fewbit
@@ -44,13 +44,13 @@ namespace fewbit {
 
 // Row m of x in its place among the tiles: x in the order of the stream, zeros beyond K.
 static void LayTiles(const Job& job, int64_t m, const uint16_t* x, const int32_t* order, int64_t group, uint16_t* tiles) {
-  uint16_t* to = tiles + m / 16 * job.tile_steps() * 512 + m % 16 * 32;
-  for (int64_t k = 0; k < job.contracted(); k += 32, to += 512) {
-    if (order == nullptr && k + 32 <= job.K) {
-      std::memcpy(to, x + k, 64);
+  uint16_t* to = tiles + m / kTileRows * job.tile_steps() * kTile + m % kTileRows * kTileDeep;
+  for (int64_t k = 0; k < job.contracted(); k += kTileDeep, to += kTile) {
+    if (order == nullptr && k + kTileDeep <= job.K) {
+      std::memcpy(to, x + k, kTileDeep * sizeof(uint16_t));
       continue;
     }
-    for (int64_t i = 0; i < 32; ++i) {
+    for (int64_t i = 0; i < kTileDeep; ++i) {
       const int64_t at = order == nullptr ? k + i : (k + i) / group * group + order[(k + i) % group];
       to[i] = at < job.K ? x[at] : uint16_t{0};
     }

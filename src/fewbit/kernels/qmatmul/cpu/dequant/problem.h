@@ -8,6 +8,9 @@
 
 namespace fewbit {
 
+// What a tile register of AMX has of x in bfloat16: rows and contracted places.
+constexpr int64_t kTileRows = 16, kTileDeep = 32, kTile = kTileRows * kTileDeep;
+
 struct Job {
   Weight w;
   bool contracts_cols;
@@ -24,8 +27,8 @@ struct Job {
   int64_t threads = 1;   // how many may share the work, which changes no bit
 
   int64_t contracted() const { return contracts_cols ? w.cols : w.rows; }
-  int64_t tile_steps() const { return (contracted() + 31) / 32; }
-  int64_t tile_numbers() const { return (M + 31) / 32 * 2 * tile_steps() * 512; }
+  int64_t tile_steps() const { return (contracted() + kTileDeep - 1) / kTileDeep; }
+  int64_t tile_numbers() const { return (M + 2 * kTileRows - 1) / (2 * kTileRows) * 2 * tile_steps() * kTile; }
   int64_t outputs() const { return contracts_cols ? w.rows : w.cols; }
 
   // The output at place `i` of the axis that is not contracted; N or more for padding.

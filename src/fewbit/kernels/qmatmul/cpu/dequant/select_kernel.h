@@ -197,8 +197,8 @@ static void RunChunk(const Job& job, int64_t chunk) {
   if (job.M > choice.rows) RunChunk(FromRow(job, choice.rows), chunk);
 }
 
-static bool TakesTiles(const Job&) { return false; }
+static bool TakesBfloat16(const Job&) { return false; }
 
-Kernels GetKernels() { return {StepsOf, ChunksOf, RunChunk, TakesTiles}; }
+Kernels GetKernels() { return {StepsOf, ChunksOf, RunChunk, TakesBfloat16}; }
 
 #endif
