@@ -6,15 +6,26 @@ import json
 import pytest
 
 from fewbit.errors import QuantError
-from fewbit.models import DecoderConfig, Experts, LatentAttention
-from fewbit.models.attention.rope_scaling import Dynamic, Llama3, LongRope, Yarn
-from tests.nets.random_decoder import BY_KEY_HEAD, CONFIGS, FEATURES, LATENT, LINEAR, OTHERS, SMALL, SUB_NORMS
+from fewbit.models import DecoderConfig, Experts, FullAttention, LatentAttention, PerLayerInputs, SharedKeys
+from fewbit.models.attention.rope_scaling import Dynamic, Llama3, LongRope, Proportional, Yarn
+from tests.nets.random_decoder import (
+    BY_KEY_HEAD,
+    CONFIGS,
+    FEATURES,
+    LATENT,
+    LINEAR,
+    OTHERS,
+    SHARED_KEYS,
+    SMALL,
+    SUB_NORMS,
+    TWO_WIDTHS,
+)
 
 
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), FEATURES, OTHERS, LATENT, BY_KEY_HEAD, SUB_NORMS],
-    ids=[*CONFIGS, "features", "others", "latent", "linear", "sub norms"],
+    [*CONFIGS.values(), FEATURES, OTHERS, LATENT, BY_KEY_HEAD, SUB_NORMS, TWO_WIDTHS, SHARED_KEYS],
+    ids=[*CONFIGS, "features", "others", "latent", "linear", "sub norms", "two widths", "shared keys"],
 )
 def test_json_reads_back(config: DecoderConfig):
     assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
@@ -28,7 +39,13 @@ def test_json_of_a_llama_without_the_other_features_reads():
 
 
 def test_json_of_every_scaling_reads_back():
-    for scaling in (Dynamic(2.0, 16), Llama3(8.0, 1.0, 4.0, 16), Yarn(4.0, 16), LongRope((1.0,), (2.0,), 16, 1.2)):
+    for scaling in (
+        Dynamic(2.0, 16),
+        Llama3(8.0, 1.0, 4.0, 16),
+        Yarn(4.0, 16),
+        LongRope((1.0,), (2.0,), 16, 1.2),
+        Proportional(3, 2.0),
+    ):
         config = dataclasses.replace(SMALL, rope_scaling=scaling)
         assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
@@ -141,6 +158,38 @@ def test_refuses_linear_attention_that_does_not_fit(change: dict, message: str):
 
 def test_a_layer_has_a_place_among_those_of_its_kind():
     assert [LINEAR.place_of(layer) for layer in range(4)] == [0, 1, 0, 2]
-    assert LINEAR.cached_layers == 1
+    assert LINEAR.cached_layers() == 1
     with pytest.raises(QuantError, match="sub_norms is true, but linear attention has a norm of its own"):
         dataclasses.replace(LINEAR, sub_norms=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"full": FullAttention(3, 8)}, r"full\.head_dim is 8, must be another one than head_dim"),
+        ({"full": FullAttention(4, 12)}, "kv_heads is 4, must divide heads, which is 6"),
+        ({"window_layers": (), "rope_scaling": None}, "full is given, but window_layers is empty"),
+        ({"attention_gate": True, "shared_keys": None}, "full is given, with latent or linear attention, fused"),
+        ({"full": None, "kv_heads": 2}, "shared_keys is given with layers with a window and without; full is expected"),
+        ({"shared_keys": SharedKeys(4)}, r"shared_keys\.layers is 4, but the other layers of 5 have not every kind"),
+        ({"norms": "pre"}, "per_layer is given, and norms is 'pre'"),
+        ({"layer_scale": 1}, "layer_scale is 1, must be true or false"),
+    ],
+    ids=["width", "heads", "no window", "gate", "one width", "too many", "norms", "scale"],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_refuses_two_kinds_of_heads_that_do_not_fit(change: dict, message: str):
+    with pytest.raises(QuantError, match=message):
+        dataclasses.replace(SHARED_KEYS, **change)
+    with pytest.raises(QuantError, match=r"full\.keys_are_values is 1, must be true or false"):
+        FullAttention(2, 8, keys_are_values=1)
+    with pytest.raises(QuantError, match=r"per_layer\.width is 0, must be a positive integer"):
+        PerLayerInputs(8, 0)
+    with pytest.raises(QuantError, match=r"experts\.beside_dense is true and shared_hidden not 0"):
+        Experts(4, 2, 8, beside_dense=True, shared_hidden=4)
+
+
+def test_a_layer_without_keys_has_the_place_of_the_last_one_with_its_kind():
+    assert [SHARED_KEYS.kind_of(layer) for layer in range(5)] == [0, 1, 0, 0, 1]
+    assert [SHARED_KEYS.place_of(layer) for layer in range(5)] == [0, 0, 1, 1, 0]
+    assert (SHARED_KEYS.cached_layers(0), SHARED_KEYS.cached_layers(1)) == (2, 1)

@@ -21,8 +21,10 @@ from tests.nets.random_decoder import (
     LATENT,
     LINEAR,
     OTHERS,
+    SHARED_KEYS,
     SMALL,
     SUB_NORMS,
+    TWO_WIDTHS,
     UNTIED,
     logits_float64,
     random_params,
@@ -70,6 +72,8 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
         pytest.param(LATENT, id="latent", marks=pytest.mark.slow),
         pytest.param(LINEAR, id="linear"),
         pytest.param(BY_KEY_HEAD, id="linear by key head", marks=pytest.mark.slow),
+        pytest.param(TWO_WIDTHS, id="two widths"),
+        pytest.param(SHARED_KEYS, id="shared keys"),
     ],
 )
 def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):
@@ -124,6 +128,8 @@ DYNAMIC = dataclasses.replace(SMALL, rope_scaling=Dynamic(2.0, 4))
         pytest.param(LATENT, kv_policy("int8"), id="latent, int8"),
         pytest.param(LINEAR, None, id="linear"),
         pytest.param(LINEAR, kv_policy("int8"), id="linear, int8"),
+        pytest.param(TWO_WIDTHS, kv_policy("int8"), id="two widths, int8"),
+        pytest.param(SHARED_KEYS, kv_policy("int8"), id="shared keys, int8"),
         pytest.param(DYNAMIC, None, id="dynamic"),
         pytest.param(SMALL, kv_policy("int8"), id="plain, int8", marks=pytest.mark.long),
         pytest.param(FEATURES, None, id="features", marks=pytest.mark.long),

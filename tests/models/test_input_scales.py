@@ -14,8 +14,10 @@ from tests.nets.random_decoder import (
     LATENT,
     LINEAR,
     OTHERS,
+    SHARED_KEYS,
     SMALL,
     SUB_NORMS,
+    TWO_WIDTHS,
     UNTIED,
     logits_float64,
     random_params,
@@ -33,6 +35,8 @@ CONFIGS = {
     "linear": LINEAR,
     "linear by key head": BY_KEY_HEAD,
     "sub norms": SUB_NORMS,
+    "two widths": TWO_WIDTHS,
+    "shared keys": SHARED_KEYS,
 }
 SPLIT = dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, split=True))
 """As in GGUF files."""
@@ -130,6 +134,10 @@ def test_every_weight_reads_one_input_or_has_a_reason():
             expected |= {"no norm comes before it", "the activation clamped_swiglu is not linear in up"}
         if config is SPLIT:
             expected |= {"the projection of the latent is stored in two parts, as in GGUF files"}
+        if config.value_norm:
+            expected |= {"values are normed after their projection"}
+        if config.per_layer is not None:
+            expected |= {"no norm comes before it"}
         assert reasons == expected
 
 

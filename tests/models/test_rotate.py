@@ -26,8 +26,10 @@ from tests.nets.random_decoder import (
     FEATURES,
     LATENT,
     LINEAR,
+    SHARED_KEYS,
     SMALL,
     SUB_NORMS,
+    TWO_WIDTHS,
     UNTIED,
     random_params,
     random_tokens,
@@ -63,7 +65,11 @@ def test_logits_stay_what_they_are(config: DecoderConfig):
     np.testing.assert_allclose(run(rotated, tokens, rotated_config), run(params, tokens, config), atol=4e-5)
 
 
-@pytest.mark.parametrize("config", [FEATURES, INTERLEAVED], ids=["norms on both sides", "norms on outputs"])
+@pytest.mark.parametrize(
+    "config",
+    [FEATURES, INTERLEAVED, TWO_WIDTHS, SHARED_KEYS],
+    ids=["norms on both sides", "norms on outputs", "two widths", "shared keys"],
+)
 def test_logits_stay_with_norms_on_the_outputs_of_blocks(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     rotated, rotated_config = rotate_residual(params, config, key=KEY)

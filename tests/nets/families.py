@@ -65,6 +65,15 @@ _ROUTED: dict[str, Any] = {
     "routed_scaling_factor": 2.0,
 }
 
+_GEMMA_4: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 6,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("LlamaForCausalLM", {**SIZES, "rope_parameters": {"rope_type": "linear", **_NTK}}),
@@ -119,6 +128,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
+        },
+    ),
+    "gemma4_text": ("Gemma4ForCausalLM", {**_GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4_text-experts": (
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA_4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma4_text-shared": (
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA_4,
+            "num_hidden_layers": 5,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 96,
         },
     ),
     "phi3": ("Phi3ForCausalLM", {**WIDE, "sliding_window": 9}),

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from tests.nets.families import CASES as FAMILIES
 from tests.nets.families import SIZES, WIDE, with_random_weights
 
 _VISION: dict[str, Any] = {
@@ -30,6 +31,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
         },
         {"mm_tokens_per_image": 4},
+    ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": FAMILIES["gemma4_text-shared"][1],
+            "vision_config": {
+                **{name: size for name, size in _VISION.items() if not name.startswith("image")},
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "position_embedding_size": 8,
+            },
+            "audio_config": None,
+        },
+        {},
     ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",

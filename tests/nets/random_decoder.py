@@ -10,13 +10,16 @@ import numpy as np
 from fewbit.models import (
     DecoderConfig,
     Experts,
+    FullAttention,
     LatentAttention,
     LinearAttention,
+    PerLayerInputs,
+    SharedKeys,
     params_from_paths,
     paths_of_params,
     shapes,
 )
-from fewbit.models.attention.rope_scaling import Linear
+from fewbit.models.attention.rope_scaling import Linear, Proportional
 
 SMALL = DecoderConfig(vocab=67, layers=3, width=24, heads=6, kv_heads=2, head_dim=8, hidden=40, context=32)
 SMALL_GGUF = {
@@ -96,6 +99,34 @@ LINEAR = dataclasses.replace(
     linear=LinearAttention((0, 1, 3), key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3),
 )
 BY_KEY_HEAD = dataclasses.replace(LINEAR, linear=dataclasses.replace(LINEAR.linear, layout="by_key_head"))
+TWO_WIDTHS = dataclasses.replace(
+    SMALL,
+    rope_scaling=Proportional(pairs=3, factor=2.0),
+    window=5,
+    window_layers=(0, 2),
+    window_rope_theta=50.0,
+    full=FullAttention(kv_heads=3, head_dim=12, keys_are_values=True),
+    layer_scale=True,
+    norm_eps=0.01,
+    qk_norm="head",
+    value_norm=True,
+    norms="sandwich",
+    activation="gelu_tanh",
+    attention_scale=0.3,
+    experts=Experts(4, 2, 12, layers=(0, 1), beside_dense=True),
+)
+"""As Gemma 4 has it."""
+SHARED_KEYS = dataclasses.replace(
+    TWO_WIDTHS,
+    layers=5,
+    window_layers=(0, 2, 3),
+    full=FullAttention(kv_heads=2, head_dim=12),
+    experts=None,
+    shared_keys=SharedKeys(2, hidden=44),
+    per_layer=PerLayerInputs(vocab=67, width=10),
+    embed_scale=3.0,
+)
+"""As the small ones of Gemma 4 have it."""
 SUB_NORMS = dataclasses.replace(SMALL, sub_norms=True, activation="relu2", norm_eps=0.01)
 
 
@@ -124,13 +155,28 @@ def logits_float64(params: dict[str, Any], tokens: Any, config: DecoderConfig) -
 
 def _sequence(w: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderConfig) -> np.ndarray:
     x = w["embed"][tokens] * c.embed_scale
+    inputs, keys_values = _per_layer_inputs(w, tokens, x, c), {}
     for i in range(c.layers):
-        layer = {path.split("/", 2)[2]: a for path, a in w.items() if path.startswith(f"layers/{i}/")}
-        for block, part in ((_attention, "attn"), (_mlp, "mlp")):
-            y = block(_normed(x, layer.get(f"{part}/norm"), c), _unfused(layer, c), i, c)
-            x = x + c.residual_scale * _normed(y, layer.get(f"{part}/post_norm"), c)
+        layer = _unfused({path.split("/", 2)[2]: a for path, a in w.items() if path.startswith(f"layers/{i}/")}, c)
+        y = _attention(_normed(x, layer.get("attn/norm"), c), layer, i, c, keys_values)
+        x = x + c.residual_scale * _normed(y, layer.get("attn/post_norm"), c)
+        x = x + c.residual_scale * _normed(_mlp(x, layer, i, c), layer.get("mlp/post_norm"), c)
+        if c.per_layer is not None:
+            y = _gated(x @ layer["per_layer/gate"].T, inputs[:, i], c) @ layer["per_layer/projection"].T
+            x = x + c.residual_scale * _normed(y, layer["per_layer/post_norm"], c)
+        x = x * layer.get("scale", 1.0)
     logits = c.logit_scale * (_normed(x, w["norm"], c) @ w["embed" if c.tied else "head"].T)
     return c.logit_cap * np.tanh(logits / c.logit_cap) if c.logit_cap else logits
+
+
+def _per_layer_inputs(w: dict[str, np.ndarray], tokens: np.ndarray, x: np.ndarray, c: DecoderConfig) -> np.ndarray:
+    """What each layer gets of each token `[T, L, P]`."""
+    if c.per_layer is None:
+        return np.zeros(0)
+    shape = (len(tokens), c.layers, c.per_layer.width)
+    own = w["per_layer_embed"][tokens].reshape(shape) * np.sqrt(c.per_layer.width)
+    projected = (x @ w["per_layer_projection"].T).reshape(shape) / np.sqrt(c.width)
+    return (np.stack([_normed(row, w["per_layer_norm"], c) for row in projected]) + own) / np.sqrt(2)
 
 
 def _normed(x: np.ndarray, gain: np.ndarray | None, c: DecoderConfig) -> np.ndarray:
@@ -150,13 +196,25 @@ def _unfused(layer: dict[str, np.ndarray], c: DecoderConfig) -> dict[str, np.nda
     return found
 
 
-def _attention(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
+def _attention(
+    y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig, keys_values: dict[int, dict[str, np.ndarray]]
+) -> np.ndarray:
+    """Attention; `keys_values` has those of the last layer of each kind."""
+    kind, c = c.kind_of(i), c.kinds[c.kind_of(i)]
     if c.linear_of(i) is not None:
         return _linear_attention(y, layer, c)
     if c.latent is not None:
         mixed = np.concatenate([_latent_head(y, layer, h, i, c) for h in range(c.heads)], axis=1)
         return mixed @ layer["attn/o"].T + layer.get("attn/o_bias", 0.0)
-    flat = {name: y @ layer[f"attn/{name}"].T + layer.get(f"attn/{name}_bias", 0.0) for name in ("q", "k", "v")}
+    flat = {
+        name: y @ layer[f"attn/{name}"].T + layer.get(f"attn/{name}_bias", 0.0)
+        for name in ("q", "k", "v")
+        if f"attn/{name}" in layer
+    }
+    if "k" in flat:
+        keys_values[kind] = {"k": flat["k"], "v": flat.get("v", flat["k"]), "norm": layer.get("attn/k_norm", np.ones(0))}
+    flat |= keys_values[kind]
+    layer = layer | {"attn/k_norm": flat["norm"]}
     gate = np.zeros(0)
     if c.attention_gate:
         flat["q"], gate = (x.reshape(len(y), -1) for x in np.split(flat["q"].reshape(len(y), c.heads, -1), 2, axis=2))
@@ -207,7 +265,7 @@ def _head(flat: dict[str, np.ndarray], layer: dict[str, np.ndarray], h: int, i: 
     def columns(name: str, head: int) -> np.ndarray:
         x = flat[name][:, head * c.head_dim : (head + 1) * c.head_dim]
         if name == "v":
-            return x
+            return _normed(x, np.ones(1) - c.norm_offset, c) if c.value_norm else x
         if c.qk_norm == "head":
             x = _normed(x, layer[f"attn/{name}_norm"], c)
         return _turned(x, i, c)
@@ -258,17 +316,31 @@ def _turned(x: np.ndarray, i: int, c: DecoderConfig) -> np.ndarray:
     frequency = (c.window_rope_theta if is_local else c.rope_theta) ** (-2 * np.arange(half) / c.rotated)
     if c.rope_scaling is not None and not is_local:
         frequency = frequency / c.rope_scaling.factor
+        if isinstance(c.rope_scaling, Proportional):
+            frequency[c.rope_scaling.pairs :] = 0
     z = (first + 1j * second) * np.exp(1j * np.arange(len(x))[:, None] * frequency)
     pairs = (z.real, z.imag)
     turned = np.concatenate(pairs, axis=1) if c.rope == "half" else np.stack(pairs, axis=2).reshape(x.shape)
     return np.concatenate([turned, rest], axis=1)
 
 
-def _mlp(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
-    experts = c.experts_of(i)
+def _mlp(x: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
+    y, experts = _normed(x, layer.get("mlp/norm"), c), c.experts_of(i)
     if experts is None:
         return _block(y, layer, "mlp", c)
-    logits = y @ layer["mlp/router"].T + layer.get("mlp/router_bias", 0.0)
+    if experts.beside_dense:
+        dense = _normed(_block(y, layer, "mlp", c), layer["mlp/dense_post_norm"], c)
+        routed = _normed(x, layer["mlp/router_norm"], c) / np.sqrt(c.width)
+        mixed = _experts(_normed(x, layer["mlp/experts_norm"], c), routed, layer, c, experts)
+        return dense + _normed(mixed, layer["mlp/experts_post_norm"], c)
+    return _experts(y, y, layer, c, experts)
+
+
+def _experts(
+    y: np.ndarray, routed: np.ndarray, layer: dict[str, np.ndarray], c: DecoderConfig, experts: Experts
+) -> np.ndarray:
+    """The experts of `y` that the router chooses by `routed`."""
+    logits = routed @ layer["mlp/router"].T + layer.get("mlp/router_bias", 0.0)
     if experts.scores == "sigmoid":
         weights = 1 / (1 + np.exp(-logits))
         choice = np.stack([_in_groups(row, experts) for row in weights + layer["mlp/router_correction_bias"]])
@@ -277,7 +349,7 @@ def _mlp(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) 
     weights = np.where(choice >= np.sort(choice, axis=1)[:, [-experts.active]], weights, 0.0)
     if experts.normalized:
         weights = weights / weights.sum(axis=1, keepdims=True)
-    weights = weights * experts.scale
+    weights = weights * experts.scale * layer.get("mlp/router_scale", 1.0)
     out = sum(weights[:, [e]] * _block(y, _expert(layer, e, experts), "mlp", c) for e in range(experts.count))
     if experts.shared_hidden:
         shared = {path.replace("/shared", ""): a for path, a in layer.items() if "/shared/" in path}

@@ -42,8 +42,11 @@ from .names import params_from_paths as params_from_paths
 from .names import paths_of_params as paths_of_params
 from .names import shapes as shapes
 from .part_configs import Experts as Experts
+from .part_configs import FullAttention as FullAttention
 from .part_configs import LatentAttention as LatentAttention
 from .part_configs import LinearAttention as LinearAttention
+from .part_configs import PerLayerInputs as PerLayerInputs
+from .part_configs import SharedKeys as SharedKeys
 from .roles.checkpoint import CheckpointRoles as CheckpointRoles
 from .roles.checkpoint import checkpoint_roles as checkpoint_roles
 from .rotate import random_rotation as random_rotation

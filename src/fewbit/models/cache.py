@@ -1,4 +1,4 @@
-"""The KV cache of a decoder: float, and with the states of linear attention."""
+"""The KV cache of a decoder: float, with heads of two widths, and with the states of linear attention."""
 
 import dataclasses
 from typing import TypeAlias
@@ -76,16 +76,19 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HybridCache:
-    """The KV cache of the layers with softmax attention, and the states of those with linear attention. A frozen pytree.
+    """The cache of a decoder whose layers have different kinds of attention. A frozen pytree.
 
     Attributes:
-        kv: keys and values; layers are numbered by `DecoderConfig.place_of`.
+        kv: keys and values of softmax attention; layers are numbered by `DecoderConfig.place_of`.
         states: one for each layer with linear attention, in order: as arrays of their own each is replaced in place, where XLA would
             copy a stack of all for each layer.
+        full: keys and values of the layers without a sliding window, where their heads are others (`DecoderConfig.full`); None: they
+            are in `kv`.
     """
 
     kv: Cache | QuantizedCache
     states: tuple[LinearState, ...]
+    full: Cache | QuantizedCache | None = None
 
     @property
     def length(self) -> Int[Array, ""]:
@@ -100,20 +103,23 @@ class HybridCache:
     @property
     def nbytes(self) -> int:
         """The bytes of keys, values and states."""
-        return self.kv.nbytes + sum(array.nbytes for array in jax.tree.leaves(self.states))
+        return sum(part.nbytes for part in kvs_of(self)) + sum(array.nbytes for array in jax.tree.leaves(self.states))
 
     def advanced(self, count: Int[Array, ""] | int) -> "HybridCache":
         """Increases `length` by `count`, after every layer has written its tokens."""
-        return dataclasses.replace(self, kv=self.kv.advanced(count))
+        full = None if self.full is None else self.full.advanced(count)
+        return dataclasses.replace(self, kv=self.kv.advanced(count), full=full)
 
 
 AnyCache: TypeAlias = Cache | QuantizedCache | HybridCache
-"""A KV cache for `prefill` and `decode_step`: float or quantized, and with the states of linear attention."""
+"""A KV cache for `prefill` and `decode_step`: float or quantized, and of layers of different kinds."""
 
 
-def kv_of(cache: AnyCache) -> Cache | QuantizedCache:
-    """The keys and values of a cache."""
-    return cache.kv if isinstance(cache, HybridCache) else cache
+def kvs_of(cache: AnyCache) -> tuple[Cache | QuantizedCache, ...]:
+    """The keys and values of a cache, for each of `DecoderConfig.kinds`."""
+    if not isinstance(cache, HybridCache):
+        return (cache,)
+    return (cache.kv,) if cache.full is None else (cache.kv, cache.full)
 
 
 def empty_cache(
@@ -138,13 +144,19 @@ def empty_cache(
         raise QuantError(f"max_length is {max_length}, must be from 1 to the context of the model, {config.context}")
     if batch < 1:
         raise QuantError(f"batch is {batch}, must be at least 1")
-    if kv is not None:
-        sizes = {"layers": config.cached_layers, "heads": config.cached_heads, "head_dim": config.cached_dim}
-        cache: Cache | QuantizedCache = empty_quantized_cache(kv, batch=batch, max_length=max_length, **sizes)
-    else:
-        shape = (config.cached_layers, batch, config.cached_heads, max_length, config.cached_dim)
+
+    def of_kind(number: int, kind: DecoderConfig) -> Cache | QuantizedCache:
+        layers, heads, head_dim = config.cached_layers(number), kind.cached_heads, kind.cached_dim
+        if kv is not None:
+            sizes = {"layers": layers, "heads": heads, "head_dim": head_dim}
+            return empty_quantized_cache(kv, batch=batch, max_length=max_length, **sizes)
+        shape = (layers, batch, heads, max_length, head_dim)
         values = jnp.zeros(shape, dtype) if config.latent is None else None
-        cache = Cache(jnp.zeros(shape, dtype), values, jnp.int32(0))
-    if config.linear is None:
-        return cache
-    return HybridCache(cache, tuple(empty_state(config.linear, batch=batch, dtype=dtype) for _ in config.linear.layers))
+        return Cache(jnp.zeros(shape, dtype), values, jnp.int32(0))
+
+    caches = [of_kind(number, kind) for number, kind in enumerate(config.kinds)]
+    if config.linear is None and config.full is None:
+        return caches[0]
+    part = config.linear
+    states = () if part is None else tuple(empty_state(part, batch=batch, dtype=dtype) for _ in part.layers)
+    return HybridCache(caches[0], states, *caches[1:])

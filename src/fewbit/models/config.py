@@ -7,7 +7,16 @@ from typing import Any, Literal, get_args
 from .._json import Positive, checked, form_of
 from ..errors import QuantError
 from .attention.rope_scaling import RopeScaling, Yarn, scaling_from_json, scaling_to_json
-from .part_configs import Experts, LatentAttention, LinearAttention, check_positive, check_size
+from .part_configs import (
+    Experts,
+    FullAttention,
+    LatentAttention,
+    LinearAttention,
+    PerLayerInputs,
+    SharedKeys,
+    check_positive,
+    check_size,
+)
 
 RopeLayout = Literal["interleaved", "half"]
 """The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + rotary_dim / 2` (Hugging Face)."""
@@ -54,10 +63,16 @@ class DecoderConfig:
         window: the positions that a layer of `window_layers` attends to, the token's own included; 0: no such layers.
         window_layers: the layers with the sliding window; empty: all, if there is a window.
         window_rope_theta: `rope_theta` of the layers with the window, without scaling (Gemma 3); 0: as the others.
+        full: the heads of the layers without the window, if they are others; `head_dim` and `kv_heads` are then those of the layers
+            with it.
+        shared_keys: the layers without keys and values of their own; None: there are none.
+        per_layer: the embedding of each token for every layer; None: there is none.
+        layer_scale: whether each layer multiplies the residual stream at its end by a parameter (Gemma 4).
         qkv_bias: whether q, k and v have biases.
         o_bias: whether the attention output has a bias.
         mlp_bias: whether the feed-forward block has biases.
         qk_norm: the RMSNorm of queries and keys.
+        value_norm: whether values have an RMSNorm over each head, without a gain (Gemma 4).
         norms: where a block has RMSNorms.
         sub_norms: whether the output projection of attention and the down projection have RMSNorms on their inputs (BitNet).
         norm_offset: added to the gain of every RMSNorm (1 in Gemma).
@@ -111,10 +126,15 @@ class DecoderConfig:
     window: int = 0
     window_layers: tuple[int, ...] = ()
     window_rope_theta: float = 0.0
+    full: FullAttention | None = None
+    shared_keys: SharedKeys | None = None
+    per_layer: PerLayerInputs | None = None
+    layer_scale: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QKNorm = "none"
+    value_norm: bool = False
     norms: Norms = "pre"
     sub_norms: bool = False
     norm_offset: float = 0.0
@@ -158,6 +178,8 @@ class DecoderConfig:
             "fused",
             "fused_mlp",
             "sub_norms",
+            "value_norm",
+            "layer_scale",
             "attention_gate",
             "rotated_outputs",
         ):
@@ -192,6 +214,12 @@ class DecoderConfig:
             self._check_linear(self.linear)
         if self.window_layers and not self.window:
             raise QuantError("window_layers is given, but window is 0")
+        if self.full is not None:
+            self._check_full(self.full)
+        if self.shared_keys is not None:
+            self._check_shared(self.shared_keys)
+        if self.per_layer is not None and self.norms == "pre":
+            raise QuantError("per_layer is given, and norms is 'pre': a norm on what its projection adds is expected")
         of_experts = () if self.experts is None else self.experts.layers
         of_linear = () if self.linear is None else self.linear.layers
         for name, listed in (
@@ -222,6 +250,28 @@ class DecoderConfig:
             )
         if self.sub_norms:
             raise QuantError("sub_norms is true, but linear attention has a norm of its own")
+
+    def _check_full(self, full: FullAttention) -> None:
+        """Refuses heads that cannot be told apart, and what a decoder with two kinds of heads does not have."""
+        if not self.window_layers:
+            raise QuantError("full is given, but window_layers is empty: no layer, or every one, has the window")
+        if full.head_dim == self.head_dim:
+            raise QuantError(f"full.head_dim is {full.head_dim}, must be another one than head_dim")
+        if self.latent is not None or self.linear is not None or self.fused or self.attention_gate or self.sub_norms:
+            raise QuantError("full is given, with latent or linear attention, fused projections, a gate or sub_norms")
+        _ = self.kinds  # whose sizes are checked, too
+
+    def _check_shared(self, shared: SharedKeys) -> None:
+        """Refuses layers without keys where no layer before them has any of their kind."""
+        own = self.layers - shared.layers
+        if {self.kind_of(i) for i in range(own, self.layers)} - {self.kind_of(i) for i in range(own)}:
+            raise QuantError(
+                f"shared_keys.layers is {shared.layers}, but the other layers of {self.layers} have not every kind of attention"
+            )
+        if self.window_layers and self.full is None:
+            raise QuantError("shared_keys is given with layers with a window and without; full is expected, too")
+        if self.latent is not None or self.linear is not None or self.fused or self.attention_gate:
+            raise QuantError("shared_keys is given, with latent or linear attention, fused projections or a gate")
 
     @property
     def query_width(self) -> int:
@@ -259,6 +309,32 @@ class DecoderConfig:
             return 0
         return self.window
 
+    @property
+    def kinds(self) -> tuple["DecoderConfig", ...]:
+        """The configuration of each kind of softmax attention: with the window and without it if `full` is given, else one."""
+        if self.full is None:
+            return (self,)
+        same: dict[str, Any] = {"full": None, "window_layers": (), "window_rope_theta": 0.0}
+        of_window = dataclasses.replace(self, **same)
+        if self.window_rope_theta:
+            of_window = dataclasses.replace(of_window, rope_theta=self.window_rope_theta, rope_scaling=None)
+        full = {"window": 0, "kv_heads": self.full.kv_heads, "head_dim": self.full.head_dim}
+        return of_window, dataclasses.replace(self, **same, **full)
+
+    def kind_of(self, layer: int) -> int:
+        """Which of `kinds` a layer has."""
+        return int(self.full is not None and not self.window_of(layer))
+
+    def has_keys(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own."""
+        return self.shared_keys is None or layer < self.layers - self.shared_keys.layers
+
+    def hidden_of(self, layer: int) -> int:
+        """The width of a layer's dense feed-forward block."""
+        if self.shared_keys is None or self.has_keys(layer):
+            return self.hidden
+        return self.shared_keys.hidden or self.hidden
+
     def linear_of(self, layer: int) -> LinearAttention | None:
         """The linear attention of a layer; None: it has softmax attention."""
         if self.linear is None or layer not in self.linear.layers:
@@ -266,14 +342,24 @@ class DecoderConfig:
         return self.linear
 
     def place_of(self, layer: int) -> int:
-        """The number of a layer among those with its kind of attention, by which a KV cache has it."""
-        is_linear = self.linear_of(layer) is not None
-        return sum((self.linear_of(i) is not None) == is_linear for i in range(layer))
+        """The number of a layer among those with its kind of attention, by which a KV cache has it.
 
-    @property
-    def cached_layers(self) -> int:
-        """The layers that have keys and values in a KV cache."""
-        return self.layers - (0 if self.linear is None else len(self.linear.layers))
+        A layer without keys and values of its own has the number of the layer whose it attends to.
+        """
+        alike = [i for i in range(self.layers) if self._cache_of(i) == self._cache_of(layer) and self.has_keys(i)]
+        return alike.index(layer) if self.has_keys(layer) else len(alike) - 1
+
+    def _cache_of(self, layer: int) -> tuple[bool, int]:
+        """What part of a cache has a layer: states of linear attention, or keys and values of one width."""
+        return self.linear_of(layer) is not None, self.kind_of(layer)
+
+    def cached_layers(self, kind: int = 0) -> int:
+        """The layers that have keys and values in a KV cache.
+
+        Args:
+            kind: of which of `kinds`.
+        """
+        return sum(self._cache_of(i) == (False, kind) and self.has_keys(i) for i in range(self.layers))
 
     def experts_of(self, layer: int) -> Experts | None:
         """The mixture of experts of a layer; None: it is dense."""
@@ -299,12 +385,10 @@ class DecoderConfig:
         for name in _TUPLES:
             if name in form:
                 form[name] = list(form[name])
-        if self.experts is not None:
-            form["experts"] = {**dataclasses.asdict(self.experts), "layers": list(self.experts.layers)}
-        if self.latent is not None:
-            form["latent"] = dataclasses.asdict(self.latent)
-        if self.linear is not None:
-            form["linear"] = {**dataclasses.asdict(self.linear), "layers": list(self.linear.layers)}
+        for name in _PARTS:
+            if (part := getattr(self, name)) is not None:
+                values = dataclasses.asdict(part)
+                form[name] = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         if self.rope_scaling is not None:
             form["rope_scaling"] = scaling_to_json(self.rope_scaling)
         return form
@@ -320,14 +404,12 @@ class DecoderConfig:
         for name in _TUPLES:
             if name in form:
                 form[name] = tuple(form[name])
-        if form.get("experts") is not None:
-            experts = checked(form["experts"], _EXPERTS, "a decoder configuration: experts")
-            form["experts"] = Experts(**{**experts, "layers": tuple(experts.get("layers", ()))})
-        if form.get("latent") is not None:
-            form["latent"] = LatentAttention(**checked(form["latent"], _LATENT, "a decoder configuration: latent"))
-        if form.get("linear") is not None:
-            linear = checked(form["linear"], _LINEAR, "a decoder configuration: linear")
-            form["linear"] = LinearAttention(**{**linear, "layers": tuple(linear["layers"])})
+        for name, (part, part_form) in _PARTS.items():
+            if form.get(name) is not None:
+                values = checked(form[name], part_form, f"a decoder configuration: {name}")
+                form[name] = part(
+                    **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+                )
         if form.get("rope_scaling") is not None:
             form["rope_scaling"] = scaling_from_json(form["rope_scaling"], "a decoder configuration: rope_scaling")
         return cls(**form)
@@ -358,8 +440,14 @@ _TUPLES: dict[str, Any] = {
     "rotated_inputs": list[str],
     "scaled_inputs": list[str],
 }
-_OBJECTS = dict.fromkeys(("rope_scaling", "experts", "latent", "linear"), dict[str, Any] | None)
+_PARTS: dict[str, tuple[type[Any], Any]] = {
+    "experts": (Experts, form_of(Experts, layers=list[int])),
+    "latent": (LatentAttention, form_of(LatentAttention)),
+    "linear": (LinearAttention, form_of(LinearAttention, layers=list[int])),
+    "full": (FullAttention, form_of(FullAttention)),
+    "shared_keys": (SharedKeys, form_of(SharedKeys)),
+    "per_layer": (PerLayerInputs, form_of(PerLayerInputs)),
+}
+"""The fields that are objects of their own: their class, and the schema of their JSON."""
+_OBJECTS: dict[str, Any] = dict.fromkeys(("rope_scaling", *_PARTS), dict[str, Any] | None)
 _CONFIG = form_of(DecoderConfig, **dict.fromkeys(_SIZES, Positive), **_TUPLES, **_OBJECTS)
-_EXPERTS = form_of(Experts, layers=list[int])
-_LATENT = form_of(LatentAttention)
-_LINEAR = form_of(LinearAttention, layers=list[int])

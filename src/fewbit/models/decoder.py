@@ -17,7 +17,7 @@ width, H heads, K key heads, G = H / K, h head width, F hidden, S cache position
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..errors import QuantError
-from ..kernels.attention.dispatch import attention
-from ..kernels.attention.problem import QUERIES, Block, seen_positions, window_start
-from ..kernels.quantize.dispatch import quantize
-from ..kvcache.cache import QuantizedCache
 from ..kvcache.policy import KVPolicy
 from ..ops.hadamard import hadamard_transform
-from .attention.latent import absorbed_heads, absorbed_values, expanded_heads
 from .attention.linear import LinearState, linear_attention
-from .attention.rope import LayerRotations
-from .cache import AnyCache, Cache, HybridCache, kv_of
+from .attention.softmax import KeysValues, SoftmaxAttention
+from .cache import AnyCache, Cache, HybridCache, kvs_of
 from .config import DecoderConfig
-from .experts import mixture
-from .layer import Params, changed_input, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled, sub_norm
+from .experts import dense_and_mixture, mixture
+from .layer import (
+    Params,
+    changed_input,
+    feed_forward,
+    gated,
+    linear,
+    plus_bias,
+    rms_norm,
+    scaled,
+    sub_norm,
+)
 
 
 def forward(
@@ -107,7 +112,7 @@ def prefill(
             f"tokens has {tokens.shape[1]} positions, more than the max length of the cache, {cache.max_length}; "
             "pass a larger max_length to empty_cache"
         )
-    kv = kv_of(cache)
+    kv = kvs_of(cache)[0]
     if isinstance(kv, Cache) and kv.keys.dtype != dtype:
         raise QuantError(f"the cache is {kv.keys.dtype} and dtype is {jnp.dtype(dtype)}; pass the same dtype to empty_cache")
     T = tokens.shape[1]
@@ -191,7 +196,9 @@ def _hidden(
     cache; None: they stay float. `length` is as for `prefill`.
     """
     x = embedded(params, tokens, config, dtype=dtype)
-    return _through_layers(_block(config, tokens.shape[1], cache, kv, length), x, cache, params["layers"])
+    inputs = None if config.per_layer is None else per_layer_inputs(params, tokens, x, config)
+    softmax = _softmax(config, tokens.shape[1], cache, kv, length)
+    return _through_layers(_block(config, softmax, inputs, length), softmax, x, cache, params["layers"])
 
 
 def embedded(params: Params, tokens: Int[Array, "B T"], config: DecoderConfig, *, dtype: DTypeLike = jnp.float32) -> Array:
@@ -208,88 +215,129 @@ def embedded(params: Params, tokens: Int[Array, "B T"], config: DecoderConfig, *
     return scaled(jnp.take(table, tokens, axis=0).astype(dtype), config.embed_scale)
 
 
+def per_layer_inputs(
+    params: Params, tokens: Int[Array, "B T"], x: Float[Array, "B T D"], config: DecoderConfig
+) -> Float[Array, "B T L P"]:
+    """The embedding of each token for every layer, plus a normed projection of its own embedding (Gemma 3n and 4).
+
+    Args:
+        params: as for `forward`; `per_layer_embed`, `per_layer_projection` and `per_layer_norm` are read.
+        tokens: as for `forward`; one that the table does not have makes its inputs NaN.
+        x: the residual stream before the first layer.
+        config: the configuration.
+    """
+    assert config.per_layer is not None
+    table, width = params["per_layer_embed"], config.per_layer.width
+    shape = (*tokens.shape, config.layers, width)
+    tokens = jnp.where(tokens < 0, table.shape[0], tokens)
+    own = scaled(jnp.take(table, tokens, axis=0).astype(x.dtype), width**0.5).reshape(shape)
+    projected = scaled(linear(x, params["per_layer_projection"]), config.width**-0.5).reshape(shape)
+    return scaled(rms_norm(projected, params["per_layer_norm"], config) + own, 0.5**0.5)
+
+
+def first_stream(
+    params: Params, tokens: Int[Array, "B T"], config: DecoderConfig, *, dtype: DTypeLike = jnp.float32
+) -> Float[Array, "B T W"]:
+    """What the first layer reads, for `layer_output`.
+
+    It is the residual stream. Where the configuration has them, inputs per layer and the keys and values that layers share are in
+    channels after it.
+
+    Args:
+        params: as for `forward`; nothing of the layers, of the last norm and of the head is read.
+        tokens: as for `forward`.
+        config: the configuration.
+        dtype: as for `forward`.
+
+    Raises:
+        QuantError: when there are no tokens or more than the context.
+    """
+    x = embedded(params, tokens, config, dtype=dtype)
+    inputs = None if config.per_layer is None else per_layer_inputs(params, tokens, x, config)
+    return _stream(x, inputs, _softmax(config, tokens.shape[1]).start(None, len(tokens), x.dtype))
+
+
 def layer_output(
-    layer: Params, x: Float[Array, "B T D"], config: DecoderConfig, index: Int[Array, ""] | int
-) -> Float[Array, "B T D"]:
-    """The residual stream after one layer, for full sequences.
+    layer: Params, stream: Float[Array, "B T W"], config: DecoderConfig, index: Int[Array, ""] | int
+) -> Float[Array, "B T W"]:
+    """What the next layer reads, for full sequences; after the last one that of `output_logits`.
 
     Args:
         layer: the parameters of the layer.
-        x: the residual stream before it.
+        stream: the result of `first_stream` or of the layer before.
         config: the configuration.
         index: the number of the layer, from 0; traced, identical layers share a program.
 
     Raises:
         QuantError: when there are no tokens or more than the context.
     """
-    x, _, _ = _block(config, x.shape[1])(x, None, None, layer, index)
-    return x
+    softmax = _softmax(config, stream.shape[1])
+    x, inputs, kvs = _parts(stream, config)
+    x, kvs, _ = _block(config, softmax, inputs, None)(x, kvs, None, layer, index)
+    return _stream(x, inputs, kvs)
 
 
-_KV: TypeAlias = Cache | QuantizedCache | None
-_Block = Callable[[Array, _KV, LinearState | None, Params, Array | int], tuple[Array, _KV, LinearState | None]]
+def _stream(x: Array, inputs: Array | None, kvs: KeysValues) -> Array:
+    """The residual stream, inputs per layer, and keys and values as channels of one array `[B, T, W]`."""
+    heads = [array.swapaxes(1, 2) for pair in kvs.last for array in pair]  # [B, T, K, h]
+    others = [array.reshape(*x.shape[:2], -1) for array in ([] if inputs is None else [inputs]) + heads]
+    return jnp.concatenate([x, *others], axis=-1) if others else x
 
 
-def _block(
+def _parts(stream: Array, config: DecoderConfig) -> tuple[Array, Array | None, KeysValues]:
+    """What `_stream` joined."""
+    B, T, _ = stream.shape
+    inputs = 0 if config.per_layer is None else config.layers * config.per_layer.width
+    heads = [(kind.kv_heads, kind.head_dim) for kind in config.kinds for _ in "kv"] if config.shared_keys is not None else []
+    ends = list(itertools.accumulate([config.width, inputs, *(count * width for count, width in heads)]))
+    if len(heads) == inputs == 0:
+        return stream, None, KeysValues((), ())
+    x, of_layers, *flat = jnp.split(stream, ends[:-1], axis=-1)
+    arrays = [part.reshape(B, T, *sizes).swapaxes(1, 2) for part, sizes in zip(flat, heads, strict=True)]
+    last = tuple(zip(arrays[0::2], arrays[1::2], strict=True))
+    return x, of_layers.reshape(B, T, config.layers, -1) if inputs else None, KeysValues((), last)
+
+
+def _softmax(
     config: DecoderConfig, T: int, cache: AnyCache | None = None, kv: KVPolicy | None = None, length: Array | None = None
-) -> _Block:
-    """The function of one layer for `T` tokens.
-
-    Its arguments are the residual stream, keys and values, the state of linear attention, the parameters and the layer's number.
-    """
+) -> SoftmaxAttention:
+    """Softmax attention of every layer. T tokens must fit the context."""
     if T < 1:
         raise QuantError("tokens has no positions; pass at least one token")
     if config.context < T:
         raise QuantError(
             f"tokens has {T} positions, more than the context of the model, {config.context}; cut it into windows"
         )
-    if cache is None:
-        rotations = LayerRotations(config, 0, T, T)
-    else:
-        rotations = LayerRotations(config, cache.length, T, max(cache.max_length, T), length)
-    windows = _Windows(config)
-    cached = None if cache is None else kv_of(cache)
-    policy = cached.policy if isinstance(cached, QuantizedCache) else kv
-    places = None if config.linear is None else [config.place_of(layer) for layer in range(config.layers)]
-    is_absorbed = config.latent is not None and (config.latent.split or cache is not None or kv is not None)
+    return SoftmaxAttention(config, T, cache, kv, length)
 
-    def attended(y: Array, attn: Params, cache: _KV, index: Array | int) -> tuple[Array, _KV]:
-        """The values of all heads of softmax attention for normed tokens, and the cache with the tokens."""
-        window, place = windows.of_layer(index), index if places is None else _of_layer(places, index)
-        q, k, v, gate = _heads(y, attn, rotations.of_layer(index), config, is_absorbed)
-        q = rotations.tempered(q)
-        if cache is not None:
-            cache = cache.written(place, k, v)
-            blocks = cache.blocks(place, k, v, window)
-        else:
-            seen = seen_positions(0, T)
-            if kv is not None:
-                k, v = quantize(k, kv.keys), quantize(v, kv.values)
-            blocks = (Block(k, v, seen, first=window_start(seen, window)),)
-        if policy is not None and policy.int8_queries:
-            q = quantize(q, QUERIES)
-        mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
-        mixed = _values(mixed, attn, config, is_absorbed).swapaxes(1, 2).reshape(*y.shape[:2], -1)
-        return mixed if gate is None else mixed * jax.nn.sigmoid(gate), cache
+
+_Block = Callable[[Array, KeysValues, LinearState | None, Params, Array | int], tuple[Array, KeysValues, LinearState | None]]
+
+
+def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | None, length: Array | None) -> _Block:
+    """The function of one layer.
+
+    Its arguments are the residual stream, keys and values, the state of linear attention, the parameters and the layer's number.
+    `inputs` are those of `per_layer_inputs`.
+    """
 
     def block(
-        x: Array, cache: _KV, state: LinearState | None, layer: Params, index: Array | int
-    ) -> tuple[Array, _KV, LinearState | None]:
-        attn, name = layer["attn"], "out" if _is_linear(layer) else "o"
+        x: Array, kvs: KeysValues, state: LinearState | None, layer: Params, index: Array | int
+    ) -> tuple[Array, KeysValues, LinearState | None]:
+        attn, mlp, name = layer["attn"], layer["mlp"], "out" if _is_linear(layer) else "o"
         y = _before(x, attn, config)
         if config.linear is not None and _is_linear(layer):
             mixed, state = linear_attention(y, attn, config, config.linear, state, length)
         else:
-            mixed, cache = attended(y, attn, cache, index)
+            mixed, kvs = softmax(y, attn, kvs, index)
         mixed = sub_norm(mixed, attn, config)
         x = x + _after(plus_bias(linear(changed_input(mixed, attn, name, config), attn[name]), attn, name), attn, config)
-        mlp = layer["mlp"]
-        y = _before(x, mlp, config)
-        if config.experts is not None and "experts" in mlp:
-            y = mixture(y, mlp, config, config.experts)
-        else:
-            y = feed_forward(y, mlp, config)
-        return x + _after(y, mlp, config), cache, state
+        x = x + _after(_transformed(x, mlp, config), mlp, config)
+        if inputs is not None:
+            x = x + _after(_gated_input(x, layer["per_layer"], inputs, index, config), layer["per_layer"], config)
+        if config.layer_scale:
+            x = (x.astype(jnp.float32) * layer["scale"].astype(jnp.float32)[None, None, :]).astype(x.dtype)
+        return x, kvs, state
 
     return block
 
@@ -299,25 +347,20 @@ def _is_linear(layer: Params) -> bool:
     return "out" in layer["attn"]
 
 
-def _heads(
-    y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, is_absorbed: bool
-) -> tuple[Array, Array, Array, Array | None]:
-    """Queries, keys and values of normed tokens, as a KV cache has them or of every head; and the gate of the output."""
-    if config.latent is None:
-        return queries_keys_values(y, attn, rotations, config)
-    if not is_absorbed:
-        return *expanded_heads(y, attn, rotations, config, config.latent), None
-    q, cached = absorbed_heads(y, attn, rotations, config, config.latent)
-    return q, cached, cached, None
+def _transformed(x: Array, mlp: Params, config: DecoderConfig) -> Array:
+    """The output of the feed-forward block or of experts."""
+    y, experts = _before(x, mlp, config), config.experts
+    if experts is None or "experts" not in mlp:
+        return feed_forward(y, mlp, config)
+    if experts.beside_dense:
+        return dense_and_mixture(x, y, mlp, config, experts)
+    return mixture(y, mlp, config, experts)
 
 
-def _values(mixed: Array, attn: Params, config: DecoderConfig, is_absorbed: bool) -> Array:
-    """The values of every head from the result of attention."""
-    if config.latent is None:
-        return mixed
-    if not is_absorbed:
-        return mixed[..., : config.latent.value_dim]
-    return absorbed_values(mixed, attn, config, config.latent)
+def _gated_input(x: Array, part: Params, inputs: Array, index: Array | int, config: DecoderConfig) -> Array:
+    """The projection of a layer's inputs times a gate of the residual stream."""
+    of_layer = lax.dynamic_index_in_dim(inputs, jnp.int32(index), axis=2, keepdims=False)
+    return linear(gated(linear(x, part["gate"]), of_layer, config), part["projection"])
 
 
 def _before(x: Array, part: Params, config: DecoderConfig) -> Array:
@@ -336,46 +379,22 @@ def _after(y: Array, part: Params, config: DecoderConfig) -> Array:
     return scaled(y, config.residual_scale)
 
 
-class _Windows:
-    """The sliding window of every layer; 0: all positions."""
-
-    def __init__(self, config: DecoderConfig):
-        self.sizes = [config.window_of(layer) for layer in range(config.layers)]
-
-    def of_layer(self, layer: Array | int) -> Array | int:
-        """The window of a layer, which `lax.scan` traces. A layer without a window then has one longer than any sequence."""
-        if len(set(self.sizes)) == 1:
-            return self.sizes[0]
-        if isinstance(layer, int):
-            return self.sizes[layer]
-        return _of_layer([size or _ALL for size in self.sizes], layer)
-
-
-_ALL = 1 << 30
-
-
-def _of_layer(numbers: list[int], layer: Array | int) -> Array | int:
-    """The number of a layer, which `lax.scan` traces."""
-    if isinstance(layer, int):
-        return numbers[layer]
-    return jnp.asarray(numbers, jnp.int32)[layer]
-
-
 def _through_layers(
     block: _Block,
+    softmax: SoftmaxAttention,
     x: Array,
     cache: AnyCache | None,
     layers: list[Any] | tuple[Any, ...],
 ) -> tuple[Array, AnyCache | None]:
     """Runs the layers: a list unrolled, stacked segments by `lax.scan`."""
-    kv = None if cache is None else kv_of(cache)
+    kvs = softmax.start(cache, x.shape[0], x.dtype)
     states = iter(cache.states if isinstance(cache, HybridCache) else ())
     new_states: list[LinearState] = []
     if isinstance(layers, list):
         for index, layer in enumerate(layers):
-            x, kv, state = block(x, kv, next(states, None) if _is_linear(layer) else None, layer, index)
+            x, kvs, state = block(x, kvs, next(states, None) if _is_linear(layer) else None, layer, index)
             new_states += [] if state is None else [state]
-        return x, _with(cache, kv, new_states)
+        return x, _with(cache, kvs, new_states)
     first = 0
     for segment in layers:
         count = jax.tree.leaves(segment)[0].shape[0]
@@ -383,36 +402,39 @@ def _through_layers(
         of_segment = list(itertools.islice(states, count)) if _is_linear(segment) else []
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_segment) if of_segment else None
 
-        def step(carry: tuple[Array, _KV], at: tuple[Any, ...]) -> tuple[tuple[Array, _KV], LinearState | None]:
+        def step(
+            carry: tuple[Array, KeysValues], at: tuple[Any, ...]
+        ) -> tuple[tuple[Array, KeysValues], LinearState | None]:
             layer, index, state = at
-            x, kv, new = block(*carry, state, layer, index)
-            return (x, kv), None if state is None else new
+            x, kvs, new = block(*carry, state, layer, index)
+            return (x, kvs), None if state is None else new
 
-        (x, kv), new = lax.scan(step, (x, kv), (segment, indices, stacked))
+        (x, kvs), new = lax.scan(step, (x, kvs), (segment, indices, stacked))
         new_states += [jax.tree.map(lambda leaf, i=i: leaf[i], new) for i in range(len(of_segment))]
         first += count
-    return x, _with(cache, kv, new_states)
+    return x, _with(cache, kvs, new_states)
 
 
-def _with(cache: AnyCache | None, kv: _KV, states: list[LinearState]) -> AnyCache | None:
+def _with(cache: AnyCache | None, kvs: KeysValues, states: list[LinearState]) -> AnyCache | None:
     """The cache with the keys, values and states of more tokens."""
     if isinstance(cache, HybridCache):
-        assert kv is not None
-        return HybridCache(kv, tuple(states))
-    return kv
+        return HybridCache(kvs.caches[0], tuple(states), *kvs.caches[1:])
+    return kvs.caches[0] if kvs.caches else None
 
 
-def output_logits(params: Params, x: Float[Array, "B T D"], config: DecoderConfig) -> Float[Array, "B T V"]:
+def output_logits(params: Params, x: Float[Array, "B T _"], config: DecoderConfig) -> Float[Array, "B T V"]:
     """The logits of the residual stream after the last layer, float32.
 
     Args:
         params: as for `forward`; only `norm` and `head`, or `embed` where they are tied, are read.
-        x: the residual stream.
+        x: the residual stream, or the result of the last `layer_output`.
         config: the configuration.
 
     Raises:
         QuantError: when `config.tied` contradicts the pytree's head.
     """
+    if x.shape[-1] > config.width:
+        x = x[..., : config.width]
     if config.tied and "head" in params:
         raise QuantError("config.tied is True, but params has 'head'; make the two agree")
     if not config.tied and "head" not in params:

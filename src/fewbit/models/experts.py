@@ -12,16 +12,45 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .config import DecoderConfig
-from .layer import Params, changed_input, feed_forward, gated, linear, plus_bias
+from .layer import Params, changed_input, feed_forward, gated, linear, plus_bias, rms_norm, scaled
 from .part_configs import Experts
 
 _OVER_INPUTS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
 """Rows `[M, in]` in groups, times matrices `[E, out, in]`."""
 
 
-def mixture(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig, experts: Experts) -> Float[Array, "B T D"]:
-    """The sum of a token's active experts by the router's weights, plus the shared expert."""
-    weights, chosen = _routed(y, mlp, experts)
+def dense_and_mixture(
+    x: Float[Array, "B T D"], y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig, experts: Experts
+) -> Float[Array, "B T D"]:
+    """The sum of a dense feed-forward block and a mixture of experts (Gemma 4).
+
+    Args:
+        x: the residual stream, which the router and the experts read through norms of their own.
+        y: the normed stream, which the dense block reads.
+        mlp: the parameters.
+        config: the configuration.
+        experts: its `experts`.
+    """
+    dense = rms_norm(feed_forward(y, mlp, config), mlp["dense_post_norm"], config)
+    routed = scaled(rms_norm(x, mlp["router_norm"], config), config.width**-0.5)
+    mixed = mixture(rms_norm(x, mlp["experts_norm"], config), mlp, config, experts, routed)
+    return dense + rms_norm(mixed, mlp["experts_post_norm"], config)
+
+
+def mixture(
+    y: Float[Array, "B T D"],
+    mlp: Params,
+    config: DecoderConfig,
+    experts: Experts,
+    routed: Float[Array, "B T D"] | None = None,
+) -> Float[Array, "B T D"]:
+    """The sum of a token's active experts by the router's weights, plus the shared expert.
+
+    The router reads `routed`, or `y` where it is None.
+    """
+    weights, chosen = _routed(y if routed is None else routed, mlp, experts)
+    if "router_scale" in mlp:
+        weights = weights * jnp.take(mlp["router_scale"].astype(jnp.float32), chosen, axis=0)
     if isinstance(mlp["experts"], list):
         total = jnp.zeros(y.shape, jnp.float32)
         for index, expert in enumerate(mlp["experts"]):

@@ -4,7 +4,7 @@
 divided by it, so that the function does not change. In a decoder these can be divided:
 
     input of                         divided by s
-    q, k, v; gate, up, router; head  the gain of the norm before them
+    q, k, v; gate, up, router; head  the gain of the norm before them (of their own each: dense block, router, experts of Gemma 4)
     q_b; kv_b                        the gain of the latent's norm
     o                                rows of v (of kv_b in latent attention); heads that share a value share its scales
     out of linear attention          the gain of the norm of its values, which all heads share
@@ -13,7 +13,8 @@ divided by it, so that the function does not change. In a decoder these can be d
     o, down of `config.scaled_inputs`  the vector by which the decoder multiplies it, which is kept in the model
 
 The input of a tied head cannot be scaled, since its rows are embeddings, too; nor that of a block without a norm before it; nor
-those of k_b, v_b and o where `config.latent.split`, which have an axis of heads.
+those of k_b, v_b and o where `config.latent.split`, which have an axis of heads; nor that of o where values are normed, or projected
+in another layer.
 Dimension letters as in `decoder`; K elements of an input come from S channels of what produces it.
 """
 
@@ -96,9 +97,7 @@ def scalable_inputs(config: DecoderConfig) -> tuple[ScalableInput, ...]:
     [('layers/0/attn/norm', ['q', 'k', 'v']), ('layers/0/attn/v', ['o']), ('layers/0/mlp/norm', ['gate', 'up']), ('layers/0/mlp/up', ['down'])]
     """
     found = _Inputs(config, shapes(config))
-    every = [
-        one for i in range(config.layers) for one in (*found.attention(f"layers/{i}/attn"), *found.mlp(f"layers/{i}/mlp"))
-    ]
+    every = [one for i in range(config.layers) for one in (*found.attention(i), *found.mlp(f"layers/{i}/mlp"))]
     if not config.tied:
         every += found.after_norm("norm", ["head"])
     return tuple(one for one in every if not any(_is_rotated_only(part.path, config) for part in one.readers))
@@ -128,9 +127,9 @@ class _Inputs:
         axis = contraction_axis(path, self.config)
         return Channels(path, axis, range(self.shapes[path][axis]))
 
-    def attention(self, at: str) -> Iterator[ScalableInput]:
-        """The inputs of attention."""
-        config, latent = self.config, self.config.latent
+    def attention(self, layer: int) -> Iterator[ScalableInput]:
+        """The inputs of a layer's attention."""
+        at, config, latent = f"layers/{layer}/attn", self.config, self.config.latent
         yield from self.after_norm(f"{at}/norm", [f"{at}/{name}" for name in _AFTER_NORM["attn"]])
         if latent is not None:
             yield from self.after_norm(f"{at}/q_a_norm", [f"{at}/q_b"])
@@ -153,6 +152,8 @@ class _Inputs:
             values = tuple(head * rows + keys + i for head in range(config.heads) for i in range(latent.value_dim))
             yield self.before_product(f"{at}/o", [Channels(f"{at}/kv_b", -2, values)], tuple(range(len(values))))
             return
+        if config.value_norm or not config.has_keys(layer):
+            return
         width, h = config.kv_heads * config.head_dim, config.head_dim
         first = 0 if f"{at}/v" in self.shapes else config.heads * h + width
         name = "v" if f"{at}/v" in self.shapes else "q+k+v"
@@ -173,7 +174,13 @@ class _Inputs:
         ]
         blocks = [block for block in (at, f"{at}/shared") if f"{block}/down" in self.shapes]
         inner = [f"{block}/{name}" for block in (f"{at}/shared", *experts) for name in _IN_BLOCK]
-        yield from self.after_norm(f"{at}/norm", [*(f"{at}/{name}" for name in _AFTER_NORM["mlp"]), *inner])
+        own = [f"{at}/{name}" for name in _AFTER_NORM["mlp"]]
+        if f"{at}/experts_norm" in self.shapes:
+            yield from self.after_norm(f"{at}/norm", [path for path in own if path != f"{at}/router"])
+            yield from self.after_norm(f"{at}/router_norm", [f"{at}/router"])
+            yield from self.after_norm(f"{at}/experts_norm", inner)
+        else:
+            yield from self.after_norm(f"{at}/norm", [*own, *inner])
         if self.config.scales_input_of(f"{at}/down"):
             yield from (self.kept(f"{block}/down") for block in (*blocks, *experts))
         elif self.config.sub_norms:
@@ -216,6 +223,10 @@ def why_not_scaled(path: str, config: DecoderConfig) -> str:
         return "a rotation comes before it"
     if config.latent is not None and config.latent.split and path.endswith(("/k_b", "/v_b", "/o")):
         return "the projection of the latent is stored in two parts, as in GGUF files"
+    if path.endswith("/o") and config.value_norm:
+        return "values are normed after their projection"
+    if path.endswith("/o") and config.shared_keys is not None:
+        return "its values are projected in another layer"
     if path.endswith("/down"):
         return f"the activation {config.activation} is not linear in up"
     return "no norm comes before it"

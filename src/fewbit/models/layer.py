@@ -25,27 +25,57 @@ def queries_keys_values(
 ) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"], Float[Array, "B T w"] | None]:
     """The heads of normed tokens, with their norms and rotary embedding, and the gate of attention's output (w = H h) if it has one.
 
-    Attention divides by `sqrt(h)`; queries are multiplied by what `config.attention_scale` differs from that.
+    Attention divides by `sqrt(h)`; queries are multiplied by what `config.attention_scale` differs from that. Without a leaf `v` values
+    are the projected keys.
     """
     counts = (config.heads, config.kv_heads, config.kv_heads)
     widths = (config.query_width, *(n * config.head_dim for n in counts[1:]))
-    flat = products(attn, JOINED["attn"], widths, partial(linear, y))
-    flat = [plus_bias(part, attn, name) for part, name in zip(flat, JOINED["attn"], strict=True)]
+    names = JOINED["attn"] if has_values(attn) else JOINED["attn"][:2]
+    flat = products(attn, names, widths[: len(names)], partial(linear, y))
+    flat = [plus_bias(part, attn, name) for part, name in zip(flat, names, strict=True)]
+    if not has_values(attn):
+        flat.append(flat[1])
     B, T, _ = y.shape
     gate = None
     if config.attention_gate:
         q, gate = jnp.split(flat[0].reshape(B, T, config.heads, -1), 2, axis=-1)
         flat[0], gate = q.reshape(B, T, -1), gate.reshape(B, T, -1)
+    q, k = (
+        _rotated_heads(part, name, count, attn, rotations, config)
+        for part, name, count in zip(flat[:2], names[:2], counts[:2], strict=True)
+    )
+    v = flat[2].reshape(B, T, config.kv_heads, -1)
+    if config.value_norm:
+        v = rms_norm(v, None, config)
+    return q, k, v.swapaxes(1, 2), gate
+
+
+def queries(
+    y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig
+) -> Float[Array, "B H T h"]:
+    """The heads of queries as in `queries_keys_values`, of a layer without keys of its own."""
+    flat = plus_bias(linear(y, attn["q"]), attn, "q")
+    return _rotated_heads(flat, "q", config.heads, attn, rotations, config)
+
+
+def _rotated_heads(
+    flat: Array, name: str, count: int, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig
+) -> Array:
+    """Heads of queries or keys with their norm, rotary embedding, and the scale of queries."""
     if config.qk_norm == "projection":
-        flat = [rms_norm(flat[0], attn["q_norm"], config), rms_norm(flat[1], attn["k_norm"], config), flat[2]]
-    q, k, v = (part.reshape(B, T, count, -1) for part, count in zip(flat, counts, strict=True))
+        flat = rms_norm(flat, attn[f"{name}_norm"], config)
+    heads = flat.reshape(*flat.shape[:2], count, -1)
     if config.qk_norm == "head":
-        q, k = rms_norm(q, attn["q_norm"], config), rms_norm(k, attn["k_norm"], config)
-    q, k, v = (part.swapaxes(1, 2) for part in (q, k, v))
-    q, k = apply_rotary(q, *rotations, config.rope), apply_rotary(k, *rotations, config.rope)
-    if config.attention_scale:
-        q = scaled(q, config.attention_scale * config.head_dim**0.5)
-    return q, k, v, gate
+        heads = rms_norm(heads, attn[f"{name}_norm"], config)
+    heads = apply_rotary(heads.swapaxes(1, 2), *rotations, config.rope)
+    if name == "q" and config.attention_scale:
+        heads = scaled(heads, config.attention_scale * config.head_dim**0.5)
+    return heads
+
+
+def has_values(attn: Params) -> bool:
+    """Whether softmax attention has a projection of values."""
+    return "v" in attn or "q+k+v" in attn
 
 
 def feed_forward(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig) -> Float[Array, "B T D"]:
@@ -99,7 +129,7 @@ def gated(gate: Array, up: Array, config: DecoderConfig) -> Array:
 
 
 def rms_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig, eps: float | None = None) -> Float[Array, "*B n"]:
-    """RMSNorm: `x / sqrt(mean(x ** 2) + eps) * (gain + norm_offset)`.
+    """RMSNorm: `x / sqrt(mean(x ** 2) + eps) * (gain + norm_offset)`; without a gain (None) the last factor is 1.
 
     It is computed in float32, and returned in the dtype of `x`. `eps` is that of the configuration, unless another is given.
     """
@@ -107,6 +137,8 @@ def rms_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig, eps: flo
         eps = config.norm_eps
     wide = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if gain is None:
+        return (wide * inverse).astype(x.dtype)
     factor = gain.astype(jnp.float32)
     if config.norm_offset:
         factor = factor + config.norm_offset

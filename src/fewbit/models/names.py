@@ -85,8 +85,12 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """
     D = config.width
     result: dict[str, tuple[int, ...]] = {"embed": (config.vocab, D)}
+    if (inputs := config.per_layer) is not None:
+        width = config.layers * inputs.width
+        result["per_layer_embed"] = (inputs.vocab, width)
+        result |= {"per_layer_projection": (width, D), "per_layer_norm": (inputs.width,)}
     for i in range(config.layers):
-        for part, shape in (*_attention_shapes(config, i), *_mlp_shapes(config, i)):
+        for part, shape in (*_attention_shapes(config, i), *_mlp_shapes(config, i), *_last_shapes(config)):
             path = f"layers/{i}/{part}"
             result[path] = shape
             if config.scales_input_of(path):
@@ -105,15 +109,22 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     D, linear = config.width, config.linear_of(layer)
     if config.norms != "post":
         yield "attn/norm", (D,)
-    yield from _softmax_shapes(config) if linear is None else _linear_shapes(D, linear)
+    yield from _softmax_shapes(config, layer) if linear is None else _linear_shapes(D, linear)
     if config.norms != "pre":
         yield "attn/post_norm", (D,)
 
 
-def _softmax_shapes(config: DecoderConfig) -> Shapes:
+def _softmax_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The shapes of the parameters of softmax attention."""
+    has_keys, is_full = config.has_keys(layer), config.full is not None and config.kind_of(layer) == 1
+    has_values = has_keys and not (is_full and config.full is not None and config.full.keys_are_values)
+    config = config.kinds[config.kind_of(layer)]
     D, h = config.width, config.head_dim
     widths = {"q": config.query_width, "k": config.kv_heads * h, "v": config.kv_heads * h}
+    if not has_values:
+        del widths["v"]
+    if not has_keys:
+        del widths["k"]
     if config.latent is not None:
         yield from _latent_shapes(config, config.latent)
     elif config.fused:
@@ -123,7 +134,7 @@ def _softmax_shapes(config: DecoderConfig) -> Shapes:
     if config.qkv_bias and config.latent is None:
         yield from ((f"attn/{name}_bias", (width,)) for name, width in widths.items())
     if config.qk_norm != "none":
-        heads = {"q": config.heads, "k": config.kv_heads}
+        heads = {"q": config.heads, "k": config.kv_heads} if has_keys else {"q": config.heads}
         yield from ((f"attn/{name}_norm", (h if config.qk_norm == "head" else n * h,)) for name, n in heads.items())
     if config.sinks:
         yield "attn/sinks", (config.heads,)
@@ -172,11 +183,17 @@ def _linear_shapes(D: int, linear: LinearAttention) -> Shapes:
 
 def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The shapes of the feed-forward block's or the experts' parameters, by the path within a layer."""
-    D, F = config.width, config.hidden
+    D, F = config.width, config.hidden_of(layer)
     experts = config.experts_of(layer)
     if config.norms != "post":
         yield "mlp/norm", (D,)
-    if experts is not None:
+    if experts is not None and experts.beside_dense:
+        yield from _block_shapes("mlp", D, F)
+        yield from ((f"mlp/{name}", (D,)) for name in ("dense_post_norm", "router_norm"))
+        yield from _expert_shapes(experts, D)
+        yield "mlp/router_scale", (experts.count,)
+        yield from ((f"mlp/{name}", (D,)) for name in ("experts_norm", "experts_post_norm"))
+    elif experts is not None:
         yield from _expert_shapes(experts, D)
     elif config.fused or config.fused_mlp:
         yield from (("mlp/gate+up", (2 * F, D)), ("mlp/down", (D, F)))
@@ -188,6 +205,18 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield "mlp/sub_norm", (F,)
     if config.norms != "pre":
         yield "mlp/post_norm", (D,)
+
+
+def _last_shapes(config: DecoderConfig) -> Shapes:
+    """The shapes of what comes after the feed-forward block, by the path within a layer."""
+    D = config.width
+    if config.per_layer is not None:
+        P = config.per_layer.width
+        yield from (("per_layer/gate", (P, D)), ("per_layer/projection", (D, P)))
+        if config.norms != "pre":
+            yield "per_layer/post_norm", (D,)
+    if config.layer_scale:
+        yield "scale", (1,)
 
 
 def _block_shapes(path: str, D: int, F: int) -> Shapes:

@@ -1,4 +1,4 @@
-"""The configurations of parts of a decoder layer: experts, latent attention, linear attention."""
+"""The configurations of parts of a decoder: experts, kinds of attention, and what the layers of Gemma 4 add."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -37,6 +37,8 @@ class Experts:
         shared_hidden: width of an expert that every token passes; 0: none.
         shared_gate: whether a sigmoid gate scales the shared expert.
         bias: whether router and experts have biases.
+        beside_dense: whether a dense feed-forward block runs beside the experts; its output and theirs have norms of their own and
+            are added, and the router and the experts have norms of their own on the residual stream (Gemma 4).
         layout: "separate": leaves `experts/3/gate [F, D]`; "stacked": `experts/gate [E, F, D]`; "joined": `experts/gate+up
             [E, 2 F, D]`; "interleaved": `experts/gate+up [E, D, 2 F]`, gate and up in turn, and `experts/down [E, F, D]`
             (gpt-oss).
@@ -57,6 +59,7 @@ class Experts:
     shared_hidden: int = 0
     shared_gate: bool = True
     bias: bool = False
+    beside_dense: bool = False
     layout: ExpertLayout = "separate"
 
     def __post_init__(self) -> None:
@@ -66,6 +69,8 @@ class Experts:
             raise QuantError(f"experts.active is {self.active}, more than experts.count, {self.count}")
         if self.shared_hidden:
             check_size("experts.shared_hidden", self.shared_hidden)
+        if self.beside_dense and self.shared_hidden:
+            raise QuantError("experts.beside_dense is true and shared_hidden not 0; every token passes one of the two")
         for name, kind in (("layout", ExpertLayout), ("scores", RouterScores)):
             if getattr(self, name) not in get_args(kind):
                 raise QuantError(f"experts.{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
@@ -179,6 +184,76 @@ class LinearAttention:
     def is_gguf(self) -> bool:
         """Whether the leaves are those of a GGUF file."""
         return self.layout in ("gguf", "gguf_tiled")
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention:
+    """The heads of the layers without a sliding window, where they are others than those of the layers with one (Gemma 4).
+
+    Attributes:
+        kv_heads: as `DecoderConfig.kv_heads`.
+        head_dim: as `DecoderConfig.head_dim`, and another one, by which the parameters of a layer tell its kind.
+        keys_are_values: whether values are the projected keys, before their norm and rotary embedding; then there is no leaf `v`.
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    kv_heads: int
+    head_dim: int
+    keys_are_values: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "head_dim"):
+            check_size(f"full.{name}", getattr(self, name))
+        if not isinstance(self.keys_are_values, bool):
+            raise QuantError(f"full.keys_are_values is {self.keys_are_values!r}, must be true or false")
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedKeys:
+    """Layers without keys and values of their own (Gemma 3n and 4).
+
+    They attend to those of the last layer before them that has its own, and has a sliding window if they have one.
+
+    Attributes:
+        layers: how many layers, the last ones.
+        hidden: width of their feed-forward blocks; 0: as in the other layers.
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    layers: int
+    hidden: int = 0
+
+    def __post_init__(self) -> None:
+        check_size("shared_keys.layers", self.layers)
+        if self.hidden:
+            check_size("shared_keys.hidden", self.hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayerInputs:
+    """An embedding of each token for every layer (Gemma 3n and 4).
+
+    To it a projection of the token's own embedding is added, see `decoder.per_layer_inputs`. At its end a layer multiplies a gate of
+    the residual stream by it, and adds the projected product.
+
+    Attributes:
+        vocab: vocabulary size of the embedding.
+        width: its width in each layer (P).
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    vocab: int
+    width: int
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "width"):
+            check_size(f"per_layer.{name}", getattr(self, name))
 
 
 def check_size(name: str, value: object) -> None:

@@ -10,6 +10,7 @@ Reference: Ashkboos et al., QuaRot, arXiv 2404.00456.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,9 @@ from .names import contraction_axis, params_from_paths, paths_of_params
 _LINEAR_READERS = ("qkv", "z", "beta", "alpha", "qkvz", "ba")
 _READERS = (
     *("q", "k", "v", "q+k+v", "q_a", "kv_a", *_LINEAR_READERS, "gate", "up", "gate+up", "router", "shared_expert_gate"),
+    "per_layer_projection",
 )
+_NORMS = ("norm", "router_norm", "experts_norm")
 _WRITERS = ("o", "out", "down")
 
 
@@ -144,7 +147,7 @@ def _rotated(
         return (array + offset) * signs - offset
     if signs is not None and name.removesuffix("_bias") in _WRITERS:
         return array
-    if name == "norm":
+    if name in _NORMS:
         return np.full_like(array, 1 - offset)
     if path == "embed":
         return array @ q
@@ -155,12 +158,18 @@ def _rotated(
     if name.removesuffix("_bias") in _WRITERS:
         return array @ q
     if name in _READERS:
-        part = "/".join(path.split("/")[:3])  # layers/3/attn
         gain = np.ones(len(q))
-        if f"{part}/norm" in old:
-            gain = old[f"{part}/norm"] + offset
+        if (norm := _norm_before(path, old)) in old:
+            gain = old[norm] + offset
         return array * gain @ q if axis == -1 else q.T @ (gain[:, None] * array)
     return array  # the norms of q and k, biases and sinks do not touch the residual stream
+
+
+def _norm_before(path: str, old: Mapping[str, np.ndarray]) -> str:
+    """The norm whose output a weight reads; one that the decoder has not: it reads the residual stream itself."""
+    part = "/".join(path.split("/")[:3])  # layers/3/attn
+    own = {"router": f"{part}/router_norm", "experts": f"{part}/experts_norm"}
+    return next((norm for name, norm in own.items() if f"/{name}" in path and norm in old), f"{part}/norm")
 
 
 def _wide(array: object, path: str) -> np.ndarray:

@@ -9,12 +9,16 @@ from fewbit.models import (
     FAMILIES,
     DecoderConfig,
     Experts,
+    FullAttention,
     LatentAttention,
     LinearAttention,
+    PerLayerInputs,
+    SharedKeys,
     config_from_glassllm,
     config_from_hf,
     shapes,
 )
+from fewbit.models.attention.rope_scaling import Proportional
 from tests.nets.families import CASES
 
 HF_CONFIG = {
@@ -98,6 +102,39 @@ def test_gemma_3_has_a_base_for_each_kind_of_layer():
     older = {name: value for name, value in CASES["gemma3_text"][1].items() if not name.startswith(("rope", "layer"))}
     config = config_from_hf({**older, "model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_local_base_freq": 7.0})
     assert (config.rope_theta, config.window_rope_theta, config.window_layers) == (1e6, 7.0, (0, 2))
+
+
+def test_gemma_4_has_heads_of_two_widths():
+    settings = {**CASES["gemma4_text"][1], "model_type": "gemma4_text"}
+    config = config_from_hf(settings)
+    assert config.full == FullAttention(kv_heads=1, head_dim=24, keys_are_values=True)
+    assert (config.rope_scaling, config.rope_theta, config.window_rope_theta) == (Proportional(3), 1e6, 1e4)
+    older = ("global_head_dim", "num_global_key_value_heads")  # newer files say it of each layer
+    newer = {name: value for name, value in settings.items() if name not in older}
+    newer["per_layer_config"] = {str(i): {"head_dim": 24, "num_key_value_heads": 1} for i in (2, 3)}
+    assert config_from_hf(newer) == config
+    for wrong in ({}, {"2": {"head_dim": 24}, "3": {"head_dim": 32}}, {"0": {"head_dim": 24}, "3": {"head_dim": 24}}):
+        with pytest.raises(UnsupportedError, match="a per_layer_config of other layers than those with full attention"):
+            config_from_hf({**newer, "per_layer_config": wrong})
+    assert config_from_hf({**settings, "use_bidirectional_attention": "vision"}) == config
+    with pytest.raises(
+        UnsupportedError, match="use_bidirectional_attention = 'all'; supported is None or False or 'vision'"
+    ):
+        config_from_hf({**settings, "use_bidirectional_attention": "all"})
+    with pytest.raises(QuantError, match=r"config\.json has enable_moe_block, but no num_experts"):
+        config_from_hf({**settings, "enable_moe_block": True})
+    with pytest.raises(QuantError, match=r"full\.head_dim is 16, must be another one than head_dim"):
+        config_from_hf({**settings, "global_head_dim": 16})
+    alike = config_from_hf({**settings, "global_head_dim": 16, "attention_k_eq_v": False})
+    assert alike.full is None and alike.window_layers == (0, 1)
+
+
+def test_small_models_of_gemma_4_share_keys_and_have_inputs_for_each_layer():
+    config = config_from_hf({**CASES["gemma4_text-shared"][1], "model_type": "gemma4_text"})
+    assert (config.shared_keys, config.per_layer) == (SharedKeys(2, hidden=80), PerLayerInputs(96, 12))
+    found = shapes(config)
+    assert found["layers/2/mlp/up"] == (40, 32) and found["layers/3/mlp/up"] == (80, 32)
+    assert "layers/3/attn/k" not in found and found["per_layer_embed"] == (96, 60)
 
 
 def test_experts():

@@ -67,7 +67,15 @@ def test_logits_and_generated_tokens_are_those_of_transformers(case: str, opened
 
 
 @pytest.mark.parametrize(
-    ("case", "scheme"), [("gemma2", "int8"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("deepseek_v3", "int8")]
+    ("case", "scheme"),
+    [
+        ("gemma2", "int8"),
+        ("gemma4_text-shared", "int8"),
+        ("gemma4_text-experts", "nf4"),
+        ("qwen3_moe", "nf4"),
+        ("gpt_oss", "int8"),
+        ("deepseek_v3", "int8"),
+    ],
 )
 def test_quantized_weights_compute_what_their_decoded_arrays_do(case: str, scheme: str, opened: Any):
     model = opened(case)

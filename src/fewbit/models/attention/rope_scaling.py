@@ -174,6 +174,23 @@ class LongRope(RopeScaling):
         return plain / np.asarray(divisors, np.float64)
 
 
+@dataclasses.dataclass(frozen=True)
+class Proportional(RopeScaling):
+    """The first pairs of coordinates rotate as in a head of which all do, and the others do not (Gemma 4).
+
+    Attributes:
+        pairs: how many pairs rotate.
+        factor: divides every frequency.
+    """
+
+    kind: ClassVar[str] = "proportional"
+    pairs: int
+    factor: float = 1.0
+
+    def frequencies(self, plain: np.ndarray, theta: float, length: int) -> np.ndarray:
+        return np.where(np.arange(len(plain)) < self.pairs, plain / self.factor, 0.0)
+
+
 def scaling_to_json(scaling: RopeScaling) -> dict[str, Any]:
     """The JSON object of a scaling, for `scaling_from_json`."""
     form = {"kind": scaling.kind, **dataclasses.asdict(scaling)}
@@ -197,7 +214,7 @@ def scaling_from_json(obj: Mapping[str, Any], where: str) -> RopeScaling:
     return _KINDS[kind](**form)
 
 
-_KINDS = {cls.kind: cls for cls in (Linear, Dynamic, Llama3, Yarn, LongRope)}
+_KINDS = {cls.kind: cls for cls in (Linear, Dynamic, Llama3, Yarn, LongRope, Proportional)}
 _FORMS = {kind: form_of(cls) for kind, cls in _KINDS.items()} | {
     LongRope.kind: form_of(LongRope, short=list[float], long=list[float])
 }

@@ -59,12 +59,17 @@ _CACHE_RANGES = r"model\.layers\.\d+\.self_attn\.(?:(?:qkv?|[kv])_proj\.)?(?:[qk
 """Static ranges of a quantized KV cache, by compressed-tensors and ModelOpt. A cache of ours is not quantized, or by position."""
 
 
-def hf_table(changed: Mapping[str, str] | None = None) -> NameTable:
-    """The table of a Hugging Face family. `changed` adds and replaces names of the parts of a layer."""
-    outside = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+def hf_table(changed: Mapping[str, str] | None = None, outside: Mapping[str, str] | None = None) -> NameTable:
+    """The table of a Hugging Face family.
+
+    Args:
+        changed: adds and replaces names of the parts of a layer.
+        outside: adds names outside the layers.
+    """
+    common = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
     return table(
         "Hugging Face",
-        outside,
+        {**common, **(outside or {})},
         "model.layers.{}.",
         _with_changes(HF_PARTS, changed),
         derived=rf"{_INVERSE_FREQUENCIES}|{_CACHE_RANGES}",
@@ -234,13 +239,14 @@ def decoder_config(found: Common, *, theta: float = 10_000.0, rotates_part: bool
     return DecoderConfig(**{**fields, **settings})
 
 
-def rope_by_kind(found: Common, *, theta: float, window_theta: float) -> dict[str, Any]:
+def rope_by_kind(found: Common, *, theta: float, window_theta: float, head_dim: int | None = None) -> dict[str, Any]:
     """The fields of rotary embedding where layers with a window have another one, which is not scaled.
 
     Args:
         found: the fields of config.json. Its `rope_parameters` may be two objects, "full_attention" and "sliding_attention".
         theta: the base in layers without a window, if the objects have none.
         window_theta: the base in layers with one, likewise.
+        head_dim: the width of a head in layers without a window; None: as in the others.
     """
     given = found.rope_parameters or {}
     full, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
@@ -248,7 +254,7 @@ def rope_by_kind(found: Common, *, theta: float, window_theta: float) -> dict[st
         full = given
     refuse_unless(local.get("rope_type", "default"), ("default",), "rope_parameters.sliding_attention.rope_type")
     plain = {"rope_theta": theta, "partial_rotary_factor": 1.0}
-    head_dim = found.head_dim or found.width // found.heads
+    head_dim = head_dim or found.head_dim or found.width // found.heads
     fields = rope_fields({**full, **(found.rope_scaling or {})}, plain, head_dim=head_dim, context=found.context)
     return {**fields, "window_rope_theta": local.get("rope_theta") or window_theta}
 

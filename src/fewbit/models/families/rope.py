@@ -8,7 +8,7 @@ import msgspec
 
 from ..._json import Positive, converted
 from ...errors import QuantError, UnsupportedError
-from ..attention.rope_scaling import Dynamic, Linear, Llama3, LongRope, RopeScaling, Yarn, yarn_gain
+from ..attention.rope_scaling import Dynamic, Linear, Llama3, LongRope, Proportional, RopeScaling, Yarn, yarn_gain
 
 _Number = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
 _WHERE = "config.json's rope_parameters"
@@ -59,6 +59,9 @@ def rope_fields(
     found = converted({**plain, **given}, schema, _WHERE)
     original = original_context or found.original_max_position_embeddings or context
     scaling, context = _scaling(found, context, original)
+    if isinstance(found, _Proportional):
+        pairs = int(found.partial_rotary_factor * head_dim // 2)
+        return {"rope_theta": found.rope_theta, "rope_scaling": Proportional(pairs, found.factor), "context": context}
     if found.partial_rotary_factor != 1 and not rotates_part:
         raise UnsupportedError(
             f"config.json has partial_rotary_factor = {found.partial_rotary_factor}; supported is 1, for transformers ignores it "
@@ -80,6 +83,10 @@ class _Plain(msgspec.Struct, kw_only=True):
 
 class _Factor(_Plain, kw_only=True):
     factor: _Number
+
+
+class _Proportional(_Plain, kw_only=True):
+    factor: _Number = 1.0
 
 
 class _Llama3(_Factor, kw_only=True):
@@ -108,6 +115,7 @@ _SCHEMAS: dict[str, type[_Plain]] = {
     "default": _Plain,
     "linear": _Factor,
     "dynamic": _Factor,
+    "proportional": _Proportional,
     "llama3": _Llama3,
     "yarn": _Yarn,
     "longrope": _LongRope,

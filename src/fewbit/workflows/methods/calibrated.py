@@ -26,7 +26,7 @@ from ...io.parts import FinishedParts
 from ...methods.scaling import AbstractScaling, ScaledProduct
 from ...methods.sequential import input_groups
 from ...models.config import DecoderConfig
-from ...models.decoder import embedded, layer_output, output_logits
+from ...models.decoder import first_stream, layer_output, output_logits
 from ...models.joined import stack_experts
 from ...models.names import shapes, tree_from_paths
 from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, observed
@@ -37,7 +37,7 @@ from ...recipe.plan import Plan
 from ...recipe.quantize_row import non_finite_counts, non_finite_message, quantize_row
 from ...recipe.rows import PlanRow
 from ..convert.fused import quantized_together
-from ..model import Model, Value, decoded, is_kept
+from ..model import Model, decoded, is_kept
 from .calibration_data import CalibrationData
 from .experts import EXPERT, ExpertTokens, with_unseen_experts
 from .folding import scaled_inputs
@@ -167,10 +167,11 @@ def calibrated_weights(
         elif index < start and any(path.startswith(f"layers/{index}/") for path in chosen):
             start = 0
     if start == 0:
-        tables = (model.load("embed"),) * count
+        tables = (_stored_tables(model),) * count
         # QEP corrects for the errors of the embedding; other methods gain nothing from them. A tied one is quantized last.
         if count == 2 and "embed" in chosen and not config.tied:
-            tables = (quantize_row(decoded(tables[0]), rows["embed"], method), tables[1])
+            embed = quantize_row(decoded(tables[0]["embed"]), rows["embed"], method)
+            tables = ({**tables[0], "embed": embed}, tables[1])
         streams = _kept_streams(parts, "stream", 0, _first_streams(tables, data.windows, config))
     if progress is not None:
         progress(start, config.layers)
@@ -299,7 +300,7 @@ class FloatLayer:
     Attributes:
         index: the number of the layer.
         params: its parameters; experts are stacked where they are alike.
-        streams: the residual stream before it, in batches `[1, B, T, D]`.
+        streams: the residual stream before it, in batches `[1, B, T, W]`.
         config: the decoder's configuration.
     """
 
@@ -364,7 +365,7 @@ def float_layers(
     config = _checked_config(model, windows)
     start, streams = _last_streams(parts, "float-stream", config.layers)
     if start == 0:
-        streams = _kept_streams(parts, "float-stream", 0, _first_streams((model.load("embed"),), windows, config))
+        streams = _kept_streams(parts, "float-stream", 0, _first_streams((_stored_tables(model),), windows, config))
     if progress is not None:
         progress(start, config.layers)
     for index in range(start, config.layers):
@@ -392,6 +393,12 @@ def _stored_layer(model: Model, index: int) -> PyTree:
     return tree_from_paths({path.removeprefix(prefix): model.load(path) for path in paths})
 
 
+def _stored_tables(model: Model) -> PyTree:
+    """What gives the first layer its input, as stored: the embedding, and that of each layer if there is one."""
+    config = model.runnable_config()
+    return {path: model.load(path) for path in shapes(config) if "/" not in path and path not in ("norm", "head")}
+
+
 def _stored_ends(model: Model) -> PyTree:
     """The final norm and the head as stored."""
     return {name: model.load(name) for name in ("norm", _head_path(model.runnable_config()))}
@@ -403,18 +410,18 @@ def _head_path(config: DecoderConfig) -> str:
 
 
 def _first_streams(
-    tables: tuple[Value, ...], windows: Int[np.ndarray, "W T"], config: DecoderConfig
-) -> Iterator[Float[Array, "S B T D"]]:
+    tables: tuple[PyTree, ...], windows: Int[np.ndarray, "W T"], config: DecoderConfig
+) -> Iterator[Float[Array, "S B T W"]]:
     """The inputs of the first layer in batches, with a residual stream for each of the tables of embeddings."""
     size = max(_BATCH_TOKENS // windows.shape[1], 1)
     for i in range(0, len(windows), size):
         tokens = jnp.asarray(windows[i : i + size])
-        yield jnp.stack([_embedded(table, tokens, config=config) for table in tables])
+        yield jnp.stack([_first_stream(params, tokens, config=config) for params in tables])
 
 
 def _next_streams(
     forms: tuple[PyTree, ...], streams: Iterable[Any], index: Array, config: DecoderConfig
-) -> Iterator[Float[Array, "S B T D"]]:
+) -> Iterator[Float[Array, "S B T W"]]:
     """The outputs of the forms of a layer, in batches.
 
     The forms are quantized or float, each for a residual stream of its own.
@@ -504,16 +511,14 @@ def _floats(params: PyTree) -> PyTree:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _embedded(
-    embed: Float[Array, "V D"] | QArray, tokens: Int[Array, "B T"], *, config: DecoderConfig
-) -> Float[Array, "B T D"]:
-    return transparent(lambda embed: embedded({"embed": embed}, tokens, config))(embed)
+def _first_stream(params: PyTree, tokens: Int[Array, "B T"], *, config: DecoderConfig) -> Float[Array, "B T W"]:
+    return transparent(lambda params: first_stream(params, tokens, config))(params)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "paths", "measure"))
 def _layer_statistics(
     forms: tuple[PyTree, ...],
-    streams: Float[Array, "S B T D"],
+    streams: Float[Array, "S B T W"],
     index: Int[Array, ""],
     *,
     config: DecoderConfig,
@@ -530,15 +535,15 @@ def _layer_statistics(
 
 @functools.partial(jax.jit, static_argnames="config")
 def _layer_outputs(
-    forms: tuple[PyTree, ...], streams: Float[Array, "S B T D"], index: Int[Array, ""], *, config: DecoderConfig
-) -> Float[Array, "S B T D"]:
+    forms: tuple[PyTree, ...], streams: Float[Array, "S B T W"], index: Int[Array, ""], *, config: DecoderConfig
+) -> Float[Array, "S B T W"]:
     run = transparent(lambda layer, x: layer_output(layer, x, config, index))
     return jnp.stack([run(layer, x) for layer, x in zip(forms, streams, strict=True)])
 
 
 @functools.partial(jax.jit, static_argnames=("config", "measure"))
 def _head_statistics(
-    params: PyTree, streams: Float[Array, "S B T D"], *, config: DecoderConfig, measure: Measure
+    params: PyTree, streams: Float[Array, "S B T W"], *, config: DecoderConfig, measure: Measure
 ) -> dict[str, Any]:
     """The statistics of the product with the head."""
     forms = (params,) * len(streams)
@@ -549,7 +554,7 @@ def _measured(
     fn: Callable[[PyTree, Array], Array],
     forms: tuple[PyTree, ...],
     paths: tuple[str, ...],
-    streams: Float[Array, "S B T D"],
+    streams: Float[Array, "S B T W"],
     measure: Measure,
 ) -> dict[str, Any]:
     """The statistics of the products of some parameters.
