@@ -201,6 +201,15 @@ def test_many_rows_in_bfloat16_beside_infinity():
         assert np.isposinf(np.delete(y[:, 3], [11, 12])).all() and np.isnan(y[:, 5]).all()
 
 
+def test_many_rows_in_bfloat16_by_scales_that_are_not_finite():
+    """A scale of an output multiplies its sums with AMX, but an infinite one, which makes NaN of codes that are zero."""
+    q = weight("int8", -1)
+    q = dataclasses.replace(q, scale=jnp.asarray(q.scale).at[3].set(np.inf).at[5].set(np.nan))
+    y, expected = (np.asarray(in_bfloat16(activation(70, COLS), q, 1, isa)[0]) for isa in (HERE[-1], HERE[0]))
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    assert np.isnan(y[:, 5]).all() and np.isfinite(np.delete(y, [3, 5], axis=1)).all() and not np.isfinite(y[:, 3]).any()
+
+
 def test_where_jit_is_off():
     q, x = weight("nf4", -1), jnp.asarray(activation(3, COLS))
     with jax.disable_jit():

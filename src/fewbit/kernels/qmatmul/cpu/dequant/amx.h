@@ -3,7 +3,8 @@
 //
 // A decoded weight, a float32, is the sum of three bfloat16: the number rounded, what that leaves rounded, and the rest. So all
 // products with x are exact, and sums are in float32, as at the other levels. Parts that are zero in a whole panel are not multiplied:
-// MXFP4 and NVFP4 (whose tensor scale multiplies the sums) are one part, 4 bits with scales in bfloat16 or float16 two. Numbers below
+// MXFP4 and NVFP4 are one part, 4 bits with scales in bfloat16 or float16 two. What all weights of an output have in common multiplies
+// its sums: NVFP4's tensor scale, and scales that do not change along the contraction, which leave codes of one part. Numbers below
 // 2**-126 count as zero.
 //
 // Registers 0 to 3 are sums of 32 rows and 32 outputs, 4 and 5 have x, 6 and 7 parts of w.
@@ -106,12 +107,34 @@ static float TakeUnit(Weight& w) {
   return unit;
 }
 
+// Takes the scales of outputs out, if each has one; fills `factors` by their places in a panel. Infinite and NaN ones stay, which make
+// NaN of weights that are zero.
+static bool TakeScales(Job& job, int64_t n0, int64_t outputs, int64_t width, int64_t interleave, float factor, float* factors) {
+  static const float kOne = 1.0f;
+  Weight& w = job.w;
+  const int64_t along = job.contracts_cols ? w.col_tile : w.row_tile, tile = job.contracts_cols ? w.row_tile : w.col_tile;
+  if (along < job.contracted() || w.role != Zero::kNone || job.order != nullptr) return false;
+  bool is_finite = true;
+  float scale = 1.0f;
+  for (int64_t n = 0; n < width; ++n) {
+    const int64_t at = (n0 + n) / tile;
+    if (n < outputs && (n == 0 || (n0 + n) % tile == 0)) {
+      LoadScales(w.scale, job.contracts_cols ? at * w.tiles_per_row : at, 1, factor * w.unit, &scale);
+    }
+    is_finite &= std::isfinite(scale);
+    factors[PlaceInPanel(n, interleave)] = scale;
+  }
+  if (is_finite) w.scale = {ScaleType::kF32, &kOne, nullptr}, w.unit = 1.0f, w.row_tile = w.rows, w.col_tile = w.cols, w.tiles_per_row = 1;
+  return is_finite;
+}
+
 // Rows [m0, m1) of y for the outputs of one panel's width, from n0 on; see `PanelProduct`.
 static void TileProduct(const Job& asked, Fill fill, int64_t length, int64_t width, int64_t interleave, int64_t n0, int64_t m0, int64_t m1) {
   typedef void (*Multiply)(const uint16_t*, const uint16_t*, const uint16_t*, int64_t, float*, int64_t);
   static const Multiply by_parts[] = {MultiplyTiles<1>, MultiplyTiles<2>, MultiplyTiles<3>};
   Job job = asked;
   const float factor = TakeUnit(job.w);
+  float factors[kPanelOutputs];
   const int64_t rows = (m1 - m0 + 2 * kTileRows - 1) / (2 * kTileRows) * 2 * kTileRows, ldw = width + kLanes;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, unit = 16 * (interleave < 2 ? 2 : interleave);
   const int64_t across = (outputs + unit - 1) / unit * unit, block = job.tile_steps() * kTile;
@@ -119,6 +142,8 @@ static void TileProduct(const Job& asked, Fill fill, int64_t length, int64_t wid
   float *parts_memory = sums + rows * width, *panel = parts_memory + width * length * kMostParts / 2, *rest = panel + ldw * length + kSlack;
   uint16_t* parts = reinterpret_cast<uint16_t*>(parts_memory);
   for (int64_t i = 0; i < rows * width; ++i) sums[i] = 0.0f;
+  const bool has_factors = TakeScales(job, n0, outputs, width, interleave, factor, factors);
+  for (int64_t n = 0; !has_factors && n < width; ++n) factors[n] = factor;
   TileRegisters registers;
   for (int i = 0; i < 8; ++i) registers.Shape(i, kTileRows, 64);
   registers.Load();
@@ -134,7 +159,9 @@ static void TileProduct(const Job& asked, Fill fill, int64_t length, int64_t wid
     }
   }
   _tile_release();  // the system needs longer to switch from a thread that holds these registers
-  for (int64_t i = 0; factor != 1.0f && i < (m1 - m0) * width; ++i) sums[i] *= factor;
+  for (int64_t m = 0; (has_factors || factor != 1.0f) && m < m1 - m0; ++m) {
+    for (int64_t n = 0; n < width; ++n) sums[m * width + n] *= factors[n];
+  }
   StorePanel(job, sums, width, interleave, n0, outputs, m0, m1, rest);
 }
 

@@ -56,12 +56,17 @@ static int64_t FillPanel(const Job& job, Fill fill, int64_t n0, int64_t outputs,
   return count;
 }
 
+// Where a panel has an output.
+static int64_t PlaceInPanel(int64_t n, int64_t interleave) {
+  return n / (16 * interleave) * 16 * interleave + n % interleave * 16 + n % (16 * interleave) / interleave;
+}
+
 // Stores rows [m0, m1) of the outputs of a panel; `rest` has room for one.
 static void StorePanel(const Job& job, const float* c, int64_t width, int64_t interleave, int64_t n0, int64_t outputs, int64_t m0,
                        int64_t m1, float* rest) {
   int32_t place[kPanelOutputs];
   for (int64_t n = 0; n < width; ++n) {
-    place[n] = static_cast<int32_t>(n / (16 * interleave) * 16 * interleave + n % interleave * 16 + n % (16 * interleave) / interleave);
+    place[n] = static_cast<int32_t>(PlaceInPanel(n, interleave));
   }
   for (int64_t m = m0; m < m1; ++m, c += width) {
     for (int64_t n = 0; interleave > 1 && n < width; ++n) rest[n] = c[place[n]];
