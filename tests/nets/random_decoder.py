@@ -1,12 +1,13 @@
 """Small decoders with random weights, and the formula of the network in float64 numpy to compare with."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+import fewbit as fb
 from fewbit.models import (
     DecoderConfig,
     Experts,
@@ -15,6 +16,7 @@ from fewbit.models import (
     LinearAttention,
     PerLayerInputs,
     SharedKeys,
+    forward,
     params_from_paths,
     paths_of_params,
     shapes,
@@ -134,17 +136,22 @@ def random_params(config: DecoderConfig, seed: int = 0) -> dict[str, Any]:
     """Weights of deviation `1 / sqrt(in)`, so that every layer matters, and gains around 1."""
     draw = np.random.default_rng(seed).normal
     flat = {
-        path: jnp.asarray(
-            draw(size=s) * s[-1] ** -0.5 if len(s) > 1 and not path.endswith("bias") else 1 + 0.3 * draw(size=s), jnp.float32
-        )
+        path: draw(size=s) * s[-1] ** -0.5 if len(s) > 1 and not path.endswith("bias") else 1 + 0.3 * draw(size=s)
         for path, s in shapes(config).items()
     }
-    return params_from_paths(flat, config)
+    # device_put, because jnp.asarray compiles a program for each shape.
+    return params_from_paths({path: jax.device_put(x.astype(np.float32)) for path, x in flat.items()}, config)
 
 
 def random_tokens(config: DecoderConfig, batch: int, length: int, seed: int = 0) -> jax.Array:
     """Token ids `[batch, length]`."""
-    return jnp.asarray(np.random.default_rng(seed).integers(config.vocab, size=(batch, length)), jnp.int32)
+    return jax.device_put(np.random.default_rng(seed).integers(config.vocab, size=(batch, length), dtype=np.int32))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def compiled_logits(params: dict[str, Any], tokens: jax.Array, config: DecoderConfig) -> jax.Array:
+    """The logits of a decoder, whose weights may be quantized, by one program; without jit every operation is one."""
+    return fb.transparent(lambda params: forward(params, tokens, config))(params)
 
 
 def logits_float64(params: dict[str, Any], tokens: Any, config: DecoderConfig) -> np.ndarray:

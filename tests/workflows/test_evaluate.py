@@ -3,14 +3,13 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fewbit import evaluate, models, workflows
+from fewbit import evaluate, workflows
 from fewbit.errors import QuantError
 from fewbit.kvcache import kv_policy
-from tests.nets.random_decoder import SMALL
+from tests.nets.random_decoder import SMALL, compiled_logits
 from tests.workflows.checkpoints import TEXT, llama_directory, needs_tokenizers, text_file
 
 pytestmark = needs_tokenizers
@@ -26,7 +25,7 @@ def test_perplexity_is_that_of_the_network(model, tmp_path):
     text = text_file(tmp_path)
     quality = workflows.evaluate(model, text=str(text), tokens=128, window=16)
     windows = evaluate.token_windows(model.tokenizer.encode(text.read_text()), length=16, limit=128)
-    logits = models.forward(jax.tree.map(jnp.asarray, model.params()), jnp.asarray(windows[:, :-1]), SMALL)
+    logits = compiled_logits(model.params(), windows[:, :-1], SMALL)
     losses = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), windows[:, 1:, None], -1)
     # Eight float32 windows, summed in another order.
     assert abs(quality.perplexity.value / np.exp(losses.astype(np.float64).mean()) - 1) < 1e-5

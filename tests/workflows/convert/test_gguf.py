@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 
 import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,12 +19,12 @@ from fewbit.io.containers.container import Weight
 from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import stored
 from fewbit.io.gguf.writer import GGUFWriter
-from fewbit.models import forward
 from fewbit.models.names import shapes
 from fewbit.workflows.convert.gguf import why_not, why_not_model, why_not_weight, write_gguf
 from fewbit.workflows.convert.targets import check_target
 from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
 from tests.models.tokenizers.fields import sentencepiece_source
+from tests.nets.random_decoder import compiled_logits
 from tests.workflows.checkpoints import family_directory, llama_directory, needs_tokenizers
 from tests.workflows.families import run_json
 
@@ -84,7 +83,7 @@ def test_a_hugging_face_directory_becomes_a_model_that_runs_the_same(directory, 
     assert other.why_not_run == ""
     assert set(io.read(written).tensors) == set(gguf_names())
     tokens = jnp.arange(20)[None]
-    logits = [fb.models.forward(m.params(), tokens, m.runnable_config()) for m in (one, other)]
+    logits = [compiled_logits(m.params(), tokens, m.runnable_config()) for m in (one, other)]
     np.testing.assert_allclose(*logits, rtol=0, atol=1e-5 * float(jnp.abs(logits[0]).max()))
     fields = io.read(written).metadata
     assert fields["general.name"] == "tiny"
@@ -412,8 +411,7 @@ def test_quantized_linear_attention_computes_the_same_from_a_gguf_file(case, hyb
     tokens = jnp.arange(20).reshape(2, 10)
 
     def logits(model: workflows.Model) -> np.ndarray:
-        params = jax.tree.map(jnp.asarray, model.params())
-        return np.asarray(fb.transparent(lambda params: forward(params, tokens, model.runnable_config()))(params))
+        return np.asarray(compiled_logits(model.params(), tokens, model.runnable_config()))
 
     expected = logits(kept)
     np.testing.assert_allclose(logits(written), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)

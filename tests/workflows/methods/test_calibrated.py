@@ -27,7 +27,17 @@ from fewbit.workflows.methods import calibrated
 from fewbit.workflows.methods.calibrated import calibrated_weights
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.model import Model
-from tests.nets.random_decoder import FEATURES, LATENT, LINEAR, OTHERS, SMALL, UNTIED, random_params, random_tokens
+from tests.nets.random_decoder import (
+    FEATURES,
+    LATENT,
+    LINEAR,
+    OTHERS,
+    SMALL,
+    UNTIED,
+    compiled_logits,
+    random_params,
+    random_tokens,
+)
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 
 ONE_LINEAR = dataclasses.replace(LINEAR, layers=2, norm_offset=0.0, linear=dataclasses.replace(LINEAR.linear, layers=(0,)))
@@ -55,9 +65,9 @@ def data_of(config, count=16) -> CalibrationData:
 def errors(model, plan, values, tokens) -> float:
     """The relative error of the logits with some parameters replaced."""
     config = model.config
-    exact = forward(jax.tree.map(jnp.asarray, model.params()), tokens, config)
+    exact = compiled_logits(model.params(), tokens, config)
     params = params_from_paths({path: values.get(path, model.load(path)) for path in model.info}, config)
-    logits = fb.transparent(lambda params: forward(params, tokens, config))(jax.tree.map(jnp.asarray, params))
+    logits = compiled_logits(params, tokens, config)
     return float(jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact))
 
 

@@ -15,12 +15,12 @@ from fewbit.array.qarray import QArray
 from fewbit.io.checkpoint import TensorInfo
 from fewbit.io.gguf.imatrix import ImportanceMatrix
 from fewbit.methods import AWQ, GPTQ, AWQScaling, IMatrix, SmoothQuant
-from fewbit.models import Experts, forward, params_from_paths
+from fewbit.models import Experts, params_from_paths
 from fewbit.workflows.methods.calibrated import calibrated_scales, calibrated_weights
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.folding import scaled_inputs, scaled_model, with_scaling
 from fewbit.workflows.model import Model
-from tests.nets.random_decoder import FEATURES, LATENT, LINEAR, OTHERS, SMALL, SUB_NORMS, UNTIED
+from tests.nets.random_decoder import FEATURES, LATENT, LINEAR, OTHERS, SMALL, SUB_NORMS, UNTIED, compiled_logits
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.workflows.methods.test_calibrated import data_of, errors, model_of
 
@@ -37,7 +37,7 @@ CONFIGS = {
 
 
 def logits(model: Model, tokens) -> jax.Array:
-    return forward(jax.tree.map(jnp.asarray, model.params()), jnp.asarray(tokens), model.runnable_config())
+    return compiled_logits(model.params(), tokens, model.runnable_config())
 
 
 def with_outliers(model: Model) -> Model:
@@ -269,6 +269,6 @@ def test_every_layout_of_files_has_the_scales(to, tmp_path):
     np.testing.assert_allclose(gain * scales["layers/0/attn/norm"], model.load("layers/0/attn/norm"), rtol=2.0**-7)
     params = params_from_paths({path: stored.load(path) for path in stored.info}, stored.runnable_config())
     tokens = jnp.asarray(data.windows)
-    found = fb.transparent(lambda params: forward(params, tokens, stored.runnable_config()))(params)
+    found = compiled_logits(params, tokens, stored.runnable_config())
     exact = logits(model, data.windows)
     assert float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)) < 0.6

@@ -2,16 +2,14 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fewbit as fb
 from fewbit import workflows
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.methods import AWQScaling
-from fewbit.models import Experts, forward
+from fewbit.models import Experts
 from fewbit.workflows.methods.calibrated import calibrated_scales
 from fewbit.workflows.methods.calibration_data import calibration_data
 from fewbit.workflows.methods.folding import scaled_inputs, scaled_model, with_scaled_inputs
@@ -103,8 +101,7 @@ def test_what_is_written_runs(tmp_path):
     stored = workflows.load(out)
     assert stored.config == kept.config and stored.config.scaled_inputs == ("o",)
     assert np.ptp(stored.load("layers/0/attn/o_input_scale")) > 0
-    run = fb.transparent(lambda params: forward(params, jnp.asarray(data.windows), stored.runnable_config()))
-    y, exact = run(jax.tree.map(jnp.asarray, stored.params())), logits(model, data.windows)
+    y, exact = logits(stored, data.windows), logits(model, data.windows)
     assert jnp.linalg.norm(y - exact) < 0.05 * jnp.linalg.norm(exact)
     with pytest.raises(QuantError, match="scales the inputs of o already; start from its source"):
         with_scaled_inputs(stored, ("down",))

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,13 +9,13 @@ import fewbit as fb
 from fewbit import workflows
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.methods import GPTQ, AWQScaling
-from fewbit.models import forward
 from fewbit.workflows.methods.folding import scaled_inputs
 from tests.nets.families import CASES
+from tests.nets.random_decoder import compiled_logits
 from tests.workflows.checkpoints import family_directory, llama_directory, needs_tokenizers, text_file
 
 pytestmark = needs_tokenizers
-TOKENS = jnp.arange(24).reshape(2, 12)
+TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +24,7 @@ def model(tmp_path_factory) -> workflows.Model:
 
 
 def logits(model: workflows.Model):
-    return fb.transparent(lambda params: forward(params, TOKENS, model.runnable_config()))(
-        jax.tree.map(jnp.asarray, model.params())
-    )
+    return compiled_logits(model.params(), TOKENS, model.runnable_config())
 
 
 def test_a_directory_runs_as_what_was_written(model, tmp_path):
