@@ -178,7 +178,12 @@ def _non_finite(x: np.ndarray | jax.Array) -> int:
         return 0
     if isinstance(x, np.ndarray) and x.dtype.kind in "fc":  # in host memory, and float64 as it is
         return int(x.size - np.count_nonzero(np.isfinite(x)))
-    return int(jnp.sum(~jnp.isfinite(jnp.asarray(x))))
+    return int(_non_finite_count(x))
+
+
+@jax.jit  # one program for each shape, not one for each operation
+def _non_finite_count(x: jax.Array) -> jax.Array:
+    return jnp.sum(~jnp.isfinite(x))
 
 
 def non_finite_message(counts: Mapping[str, tuple[int, int]], advice: str) -> str:
