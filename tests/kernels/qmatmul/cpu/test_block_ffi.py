@@ -1,6 +1,7 @@
 """int8 activations by weights in blocks on CPUs: the bits of the reference, at every instruction set and number of rows."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,12 @@ def activation(rows: int, length: int, tile: int | None) -> fb.QArray:
     return fb.quantize(jnp.asarray(x, jnp.float32), "int8" if tile is None else f"int8_g{tile}", backend="reference")
 
 
+@functools.partial(jax.jit, static_argnames="contracts_cols")
+def at_every_level(x: fb.QArray, q: fb.QArray, *, contracts_cols: bool) -> dict[str, jax.Array]:
+    """The product at each instruction set, all in one program."""
+    return {isa: native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa) for isa in HERE}
+
+
 LAYOUTS = pytest.mark.parametrize("axis", [-1, -2], ids=["[N, K]", "[K, N]"])
 
 
@@ -113,7 +120,7 @@ def check_bits(x: fb.QArray, q: fb.QArray, axis: int) -> None:
     """Checks the product by 11 rows (more than are decoded for at once), by 3 and by 33 against the reference at every instruction set."""
     contracts_cols = axis == -1
     expected = unfused(lambda x, q: block_product(x, q, contracts_cols=contracts_cols))(x, q)
-    y = {isa: np.asarray(native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa)) for isa in HERE}
+    y = jax.tree.map(np.asarray, at_every_level(x, q, contracts_cols=contracts_cols))
     if BUILT.isa in LEVELS:
         np.testing.assert_array_equal(y["portable"], expected)
     for isa in FUSED:
@@ -123,12 +130,10 @@ def check_bits(x: fb.QArray, q: fb.QArray, axis: int) -> None:
     size = np.abs(laws.numpy_dequantize(x)) @ np.abs(values.swapaxes(1, 2) if axis == -1 else values)
     for isa in HERE:
         assert np.all(np.abs(y[isa] - expected) <= 2.0**-20 * size), isa
-    few = jax.tree.map(lambda leaf: leaf if leaf is None or leaf.shape[1] == 1 else leaf[:, :3], x)
-    for isa in HERE:
-        np.testing.assert_array_equal(
-            native_blocks(few, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa), y[isa][:, :3]
-        )
-    many = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf, leaf], axis=1), x)  # so many take panels
+    few = jax.tree.map(lambda leaf: leaf if leaf.shape[1] == 1 else np.asarray(leaf)[:, :3], x)
+    for isa, found in at_every_level(few, q, contracts_cols=contracts_cols).items():
+        np.testing.assert_array_equal(found, y[isa][:, :3])
+    many = jax.tree.map(lambda leaf: jax.device_put(np.concatenate([leaf, leaf, leaf], axis=1)), x)  # so many take panels
     np.testing.assert_array_equal(
         native_blocks(many, q, contracts_cols=contracts_cols, dtype=jnp.float32), np.tile(y[HERE[-1]], (1, 3, 1))
     )
@@ -140,12 +145,11 @@ def test_both_layouts_have_the_same_bits(name: str):
     rows, columns = fb.quantize(w, name), fb.quantize(w.T, name, axis=-2)
     for count in (1, 30):
         x = activation(count, 96, 32)
+        by_rows, by_columns = (
+            at_every_level(x, q[None], contracts_cols=is_rows) for q, is_rows in ((rows, True), (columns, False))
+        )
         for isa in HERE:
-            y = [
-                native_blocks(x, q[None], contracts_cols=is_rows, dtype=jnp.float32, isa=isa)
-                for q, is_rows in ((rows, True), (columns, False))
-            ]
-            np.testing.assert_array_equal(*y, isa)
+            np.testing.assert_array_equal(by_rows[isa], by_columns[isa], isa)
 
 
 @LAYOUTS
@@ -154,11 +158,9 @@ def test_the_bits_of_panels(case: str, axis: int):
     q, contracts_cols = weight(*CASES[case], axis), axis == -1
     for tile in (q.tiles[axis], None):
         x = activation(7, q.shape[axis], tile)
-        for isa in HERE:
+        for isa, found in at_every_level(x, q, contracts_cols=contracts_cols).items():
             panels = native_integers(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa)
-            np.testing.assert_array_equal(
-                native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa), panels, isa
-            )
+            np.testing.assert_array_equal(found, panels, isa)
 
 
 @LAYOUTS
@@ -171,13 +173,13 @@ def test_extreme_codes_and_results_of_16_bits(axis: int):
         x = activation(2, q.shape[axis], q.tiles[axis])
         x = dataclasses.replace(x, codes=jnp.full_like(x.codes, 0x80))
         expected = unfused(lambda x, q: block_product(x, q, contracts_cols=contracts_cols))(x, q)
-        for isa in HERE:
-            y = native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa)
+        levels = at_every_level(x, q, contracts_cols=contracts_cols)
+        for y in levels.values():
             np.testing.assert_allclose(y, expected, rtol=2.0**-20, atol=2.0**-20 * np.abs(expected).max())
         for dtype in (jnp.bfloat16, jnp.float16):
             np.testing.assert_array_equal(
                 native_blocks(x, q, contracts_cols=contracts_cols, dtype=dtype),
-                native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32).astype(dtype),
+                levels[HERE[-1]].astype(dtype),
             )
 
 
