@@ -48,7 +48,7 @@ class QuantMode(enum.Enum):
 
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 16)), jnp.float32)
-PARAMS = {"params": Dense(Quantization(INT8)).init(jax.random.key(0), X)["params"]}
+PARAMS = {"params": jax.jit(Dense(Quantization(INT8)).init)(jax.random.key(0), X)["params"]}
 
 
 def exact(params, x):
@@ -158,7 +158,7 @@ class NamedDense(nn.Module):
 
 
 MIXED = fb.Recipe((fb.Rule(".*query/kernel", "int4"), fb.Rule(".*layers.*", INT8)), "mixed")
-MLP = {"params": Mlp(Quantization(INT8)).init(jax.random.key(1), X)["params"]}
+MLP = {"params": jax.jit(Mlp(Quantization(INT8)).init)(jax.random.key(1), X)["params"]}
 
 
 def strip_kernels(tree):

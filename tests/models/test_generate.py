@@ -13,7 +13,7 @@ from fewbit.models import TokenGenerator, forward, generate, stack_layers
 from fewbit.models.generate import _likeliest
 from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
-PARAMS = stack_layers(random_params(SMALL))
+PARAMS = jax.jit(stack_layers)(random_params(SMALL))
 PROMPT = random_tokens(SMALL, 2, 5)
 run = jax.jit(forward, static_argnums=2)
 
