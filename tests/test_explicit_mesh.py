@@ -24,7 +24,7 @@ def mesh(kinds=EXPLICIT):
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 def put(x, spec, kinds=EXPLICIT):

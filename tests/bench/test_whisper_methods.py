@@ -20,7 +20,7 @@ def params(monkeypatch) -> whisper.Weights:
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(random.standard_normal(shape) / 8, jnp.float32)
+        return jax.device_put(np.float32(random.standard_normal(shape) / 8))
 
     found = {"decoder/embeddings/weight": normal(VOCABULARY, WIDTH)}
     for side, places in (("encoder", 1500), ("decoder", 448)):

@@ -14,7 +14,7 @@ RECIPE = fb.Recipe((fb.Rule(".*", fb.Policy("int8", "int8")),))
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 PARAMS = {"in": normal(8, 16), "out": normal(16, 4, seed=1)}

@@ -15,7 +15,7 @@ D = 32
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng((seed, *shape)).standard_normal(shape)))
 
 
 PARAMS = {name: normal(D, D, seed=i) / 6 for i, name in enumerate("abc")}

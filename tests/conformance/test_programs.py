@@ -26,7 +26,7 @@ B, D = 4, 32
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1])))
 
 
 PARAMS = {

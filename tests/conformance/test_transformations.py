@@ -23,7 +23,7 @@ ALL_KINDS = ("nf4", "nvfp4", "nf4_dq", "q4_1", "int8")  # and quantized scales, 
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1])))
 
 
 def mesh():

@@ -72,7 +72,7 @@ def weights_and_mixture(quant, query, weights, key, value, order):
 
 
 def normal(*shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 def decoded(tensor):

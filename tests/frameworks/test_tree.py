@@ -164,7 +164,7 @@ def test_an_equinox_module_is_served_as_it_was_trained(eqx):
 def inputs(*shape):
     """Inputs whose channels are correlated."""
     rng = np.random.default_rng(1)
-    return jnp.asarray(rng.standard_normal(shape) @ rng.standard_normal((shape[-1], shape[-1])), jnp.float32)
+    return jax.device_put(np.float32(rng.standard_normal(shape) @ rng.standard_normal((shape[-1], shape[-1]))))
 
 
 def scanned(layers, x):

@@ -47,7 +47,7 @@ class Call:
 
 
 def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(len(shape)).normal(size=shape)))
 
 
 def stack(scheme: str, shape: tuple[int, ...], axis: int = -1) -> fb.QArray:

@@ -1,7 +1,6 @@
 """Attention in float64: what every backend is compared with."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
@@ -10,7 +9,7 @@ EPS = 2.0**-24  # of a rounding in float32
 
 
 def draws(*shape: int, seed: int = 0, size: float = 1.0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * size, jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) * size))
 
 
 def by_formula(q, blocks, sinks=None, soft_cap: float = 0.0) -> tuple[np.ndarray, float]:

@@ -25,7 +25,7 @@ def inputs(length: int = K, rows: int = 400, seed: int = 0) -> np.ndarray:
 
 
 def weight(*shape: int, seed: int = 1) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 def moments(x: np.ndarray) -> jax.Array:

@@ -64,7 +64,7 @@ NVFP4 = fb.Policy("nvfp4_16x16", "nvfp4_absmax", dlhs="nvfp4_absmax", drhs=fb.Ar
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 def product(case, policy, key=None):

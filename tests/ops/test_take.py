@@ -10,7 +10,7 @@ import fewbit as fb
 
 @pytest.fixture(scope="module")
 def table():
-    return jnp.asarray(np.random.default_rng(0).normal(size=(50, 64)), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(0).normal(size=(50, 64))))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ SIZES = jnp.array([5, 0, 6, 4], jnp.int32)
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 def with_largest(x, *axes, magnitude=6.0):

@@ -11,7 +11,7 @@ from tests.workflows.checkpoints import last_axis
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 def fn(p, x):

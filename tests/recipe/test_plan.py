@@ -12,7 +12,7 @@ import fewbit as fb
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 8, jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) / 8))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ SCHEMES = ("int8", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHE
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 W, X = normal(64, 32), normal(4, 64, seed=1)

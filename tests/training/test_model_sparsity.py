@@ -14,7 +14,7 @@ RECIPE = fb.Recipe((fb.Rule("stack", INT8, sparsity=SPARSE), fb.Rule("out", None
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 PARAMS = {"stack": normal(3, 16, 16) / 4, "out": normal(8, 16, seed=1), "bias": jnp.zeros(8)}

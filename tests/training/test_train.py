@@ -17,7 +17,7 @@ FP8 = fb.Policy("fp8", "fp8", dlhs="fp8_e5m2", drhs="fp8_e5m2")
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 def layer(w, x):

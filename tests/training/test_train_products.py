@@ -13,7 +13,7 @@ SCORES, MIX = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 PARAMS, X = {"q": normal(8, 8) / 2, "v": normal(8, 8, seed=1) / 2}, normal(6, 8, seed=2)

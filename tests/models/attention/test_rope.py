@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ TO_INTERLEAVED = np.arange(64).reshape(32, 2).T.ravel()
 
 
 def heads(seed: int) -> jnp.ndarray:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(2, 3, 16, 64)), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=(2, 3, 16, 64))))
 
 
 def test_layouts_differ_by_the_permutation_of_rows_exactly():

@@ -14,7 +14,7 @@ SCHEMES = ("nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1])))
 
 
 @jax.custom_vjp

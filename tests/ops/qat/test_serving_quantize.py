@@ -9,7 +9,7 @@ import fewbit as fb
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 8, jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) / 8))
 
 
 W, X = normal(3, 32, 32), normal(4, 32, seed=1)

@@ -15,7 +15,7 @@ from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1])))
 
 
 def scanned(p, x):

@@ -13,7 +13,7 @@ from fewbit.training.lora import Adapter
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1])))
 
 
 def adapter(shape, inputs, stacked=(), rank=3):

@@ -156,14 +156,15 @@ def test_losses_that_are_all_equal_have_no_rank_correlation():
 
 @pytest.mark.parametrize("is_measured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["estimated", "measured"])
 def test_measuring_that_was_interrupted_anywhere_resumes(is_measured, tmp_path):
-    model = model_of(SMALL, tmp_path)
-    plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(SMALL, 3, 16))
-    settings = {"method": GPTQ(), "calibration": data_of(SMALL), "measure": is_measured}
+    config = dataclasses.replace(SMALL, layers=2)
+    model = model_of(config, tmp_path)
+    plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(config, 3, 16))
+    settings = {"method": GPTQ(), "calibration": data_of(config), "measure": is_measured}
 
     def measure(plan=plan, **others):
         return sensitivities(model, plan, ["int8", "int4_g8"], windows, **settings, **others)
 
-    known, out, seen = measure(), tmp_path / "out", []
+    out, seen = tmp_path / "out", []
 
     def stop_at(step):
         def progress(done, steps):
@@ -173,15 +174,15 @@ def test_measuring_that_was_interrupted_anywhere_resumes(is_measured, tmp_path):
 
         return progress
 
-    measure(progress=stop_at(-1))
+    known = measure(progress=stop_at(-1))
     steps = seen[-1][1]
-    for step in (1, SMALL.layers + 1, steps - 1, steps):
+    for step in (1, config.layers + 1, steps - 1, steps):
         with pytest.raises(KeyboardInterrupt):
             measure(progress=stop_at(step), out=out)
     seen.clear()
     elsewhere = tuple(dataclasses.replace(row, sites=("dot_general at /elsewhere/net.py:1:2",)) for row in plan)
     assert measure(dataclasses.replace(plan, rows=elsewhere), progress=stop_at(-1), out=out) == known
-    assert all(done in (0, SMALL.layers, 2 * SMALL.layers) for done, _ in seen)  # nothing was left to measure
+    assert all(done in (0, config.layers, 2 * config.layers) for done, _ in seen)  # nothing was left to measure
     assert measure(out=out) == known
     assert [path.name for path in (tmp_path / ".out.bits.fewbit-work").iterdir()] == ["journal"]  # the sums, and no weights
     other = sensitivities(model, plan, ["int4_g8"], windows, out=out)  # another job does not take them
