@@ -48,7 +48,7 @@ demo: ready-demo ## quantizes a real language model five ways and prints what ea
 test: ready-test ## the tests that protect each promise; at most 12 minutes on two cores, set-up included
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" --ignore tests/oracles
 
-# Every case runs on the pinned JAX; on the newest one every fourth case of each test and the first of all, for all of them take nine minutes. `make test-newest` runs them all.
+# Every case runs on the pinned JAX; on the newest one every fourth case of each test from the first on, for all of them take nine minutes. `make test-newest` runs them all.
 test-all: ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest EVERY=4; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). Two more runs follow; make test-all fails whatever they say."; \

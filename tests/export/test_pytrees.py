@@ -9,7 +9,8 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError, export, kvcache
-from fewbit.models.cache import Cache
+from fewbit.models.cache import Cache, empty_cache
+from tests.nets.random_decoder import LINEAR, SHARED_KEYS
 
 pytest.importorskip("flatbuffers")
 
@@ -43,3 +44,11 @@ def test_a_cache_is_an_argument_and_a_result(policy):
     result, expected = exported(step, cache, new, new).call(cache, new, new), step(cache, new, new)
     assert jax.tree.structure(result) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("config", [LINEAR, SHARED_KEYS], ids=["linear", "two widths"])
+def test_so_is_one_of_layers_of_different_kinds(config):
+    cache = empty_cache(config, batch=1, max_length=4, kv=kvcache.kv_policy("int8"))
+    result = exported(lambda cache: cache.advanced(2), cache).call(cache)
+    assert jax.tree.structure(result) == jax.tree.structure(cache) and int(result.length) == 2

@@ -12,7 +12,8 @@ from ..array.scheme import Scheme
 from ..errors import QuantError
 from ..kvcache.cache import QuantizedCache
 from ..kvcache.policy import KVPolicy
-from ..models.cache import Cache
+from ..models.attention.linear import LinearState
+from ..models.cache import Cache, HybridCache
 from ..ops.policy import Policy
 
 
@@ -48,7 +49,7 @@ def _cache_from_json(text: bytes | bytearray) -> tuple[Any, ...]:
 for _kind, _to_json, _from_json in (
     (QArray, _qarray_to_json, _qarray_from_json),
     (QuantizedCache, _cache_to_json, _cache_from_json),
-    (Cache, lambda static: b"", lambda text: ()),
+    *((kind, lambda static: b"", lambda text: ()) for kind in (Cache, HybridCache, LinearState)),
 ):
     jax.export.register_pytree_node_serialization(
         _kind, serialized_name=f"fewbit.{_kind.__name__}", serialize_auxdata=_to_json, deserialize_auxdata=_from_json

@@ -152,11 +152,12 @@ class _Inputs:
             values = tuple(head * rows + keys + i for head in range(config.heads) for i in range(latent.value_dim))
             yield self.before_product(f"{at}/o", [Channels(f"{at}/kv_b", -2, values)], tuple(range(len(values))))
             return
-        if config.value_norm or not config.has_keys(layer):
+        name = next((name for name in ("v", "q+k+v") if f"{at}/{name}" in self.shapes), None)
+        if config.value_norm or name is None:
             return
+        config = config.kinds[config.kind_of(layer)]
         width, h = config.kv_heads * config.head_dim, config.head_dim
-        first = 0 if f"{at}/v" in self.shapes else config.heads * h + width
-        name = "v" if f"{at}/v" in self.shapes else "q+k+v"
+        first = 0 if name == "v" else config.heads * h + width
         sources = [Channels(f"{at}/{name}", -2, range(first, first + width)), Channels(f"{at}/v_bias", -1, range(width))]
         channels = tuple((head // config.group) * h + i for head in range(config.heads) for i in range(h))
         yield self.before_product(f"{at}/o", sources, channels)
