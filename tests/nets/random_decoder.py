@@ -336,10 +336,11 @@ def _mlp(x: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) 
     if experts is None:
         return _block(y, layer, "mlp", c)
     if experts.beside_dense:
-        dense = _normed(_block(y, layer, "mlp", c), layer["mlp/dense_post_norm"], c)
-        routed = _normed(x, layer["mlp/router_norm"], c) / np.sqrt(c.width)
-        mixed = _experts(_normed(x, layer["mlp/experts_norm"], c), routed, layer, c, experts)
-        return dense + _normed(mixed, layer["mlp/experts_post_norm"], c)
+        dense = _normed(_block(y, layer, "mlp", c), layer["mlp/out_norm"], c)
+        routed = _normed(x, layer["moe/router_norm"], c) / np.sqrt(c.width)
+        moe = {path.replace("moe/", "mlp/"): a for path, a in layer.items() if path.startswith("moe/")}
+        mixed = _experts(_normed(x, moe["mlp/norm"], c), routed, moe, c, experts)
+        return dense + _normed(mixed, moe["mlp/out_norm"], c)
     return _experts(y, y, layer, c, experts)
 
 

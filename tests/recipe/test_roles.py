@@ -104,12 +104,6 @@ def test_the_names_of_such_gates_say_nothing_in_another_module():
     assert set(refined(dict.fromkeys(names, Role.MATMUL)).values()) == {Role.MATMUL}
 
 
-def test_a_gate_beside_up_is_no_router():
-    paths = ("mlp/gate", "mlp/up", "mlp/router", "mlp/experts/0/gate")
-    found = refined(dict.fromkeys(paths, Role.MATMUL))
-    assert [str(role) for role in found.values()] == ["matmul", "matmul", "router", "matmul"]
-
-
 @pytest.mark.finding(1)
 def test_what_a_user_names_is_quantized_or_refused_with_the_reason():
     path = ".*gate/kernel"

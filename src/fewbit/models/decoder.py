@@ -324,7 +324,7 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
     def block(
         x: Array, kvs: KeysValues, state: LinearState | None, layer: Params, index: Array | int
     ) -> tuple[Array, KeysValues, LinearState | None]:
-        attn, mlp, name = layer["attn"], layer["mlp"], "out" if _is_linear(layer) else "o"
+        attn, name = layer["attn"], "out" if _is_linear(layer) else "o"
         y = _before(x, attn, config)
         if config.linear is not None and _is_linear(layer):
             mixed, state = linear_attention(y, attn, config, config.linear, state, length)
@@ -332,7 +332,7 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
             mixed, kvs = softmax(y, attn, kvs, index)
         mixed = sub_norm(mixed, attn, config)
         x = x + _after(plus_bias(linear(changed_input(mixed, attn, name, config), attn[name]), attn, name), attn, config)
-        x = x + _after(_transformed(x, mlp, config), mlp, config)
+        x = x + _after(_transformed(x, layer, config), layer["mlp"], config)
         if inputs is not None:
             x = x + _after(_gated_input(x, layer["per_layer"], inputs, index, config), layer["per_layer"], config)
         if config.layer_scale:
@@ -347,14 +347,15 @@ def _is_linear(layer: Params) -> bool:
     return "out" in layer["attn"]
 
 
-def _transformed(x: Array, mlp: Params, config: DecoderConfig) -> Array:
-    """The output of the feed-forward block or of experts."""
-    y, experts = _before(x, mlp, config), config.experts
-    if experts is None or "experts" not in mlp:
-        return feed_forward(y, mlp, config)
-    if experts.beside_dense:
-        return dense_and_mixture(x, y, mlp, config, experts)
-    return mixture(y, mlp, config, experts)
+def _transformed(x: Array, layer: Params, config: DecoderConfig) -> Array:
+    """The output of the feed-forward block, of experts, or of both."""
+    mlp, experts = layer["mlp"], config.experts
+    y = _before(x, mlp, config)
+    if experts is not None and "moe" in layer:
+        return dense_and_mixture(x, y, layer, config, experts)
+    if experts is not None and "experts" in mlp:
+        return mixture(y, mlp, config, experts)
+    return feed_forward(y, mlp, config)
 
 
 def _gated_input(x: Array, part: Params, inputs: Array, index: Array | int, config: DecoderConfig) -> Array:

@@ -20,21 +20,22 @@ _OVER_INPUTS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragge
 
 
 def dense_and_mixture(
-    x: Float[Array, "B T D"], y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig, experts: Experts
+    x: Float[Array, "B T D"], y: Float[Array, "B T D"], layer: Params, config: DecoderConfig, experts: Experts
 ) -> Float[Array, "B T D"]:
     """The sum of a dense feed-forward block and a mixture of experts (Gemma 4).
 
     Args:
         x: the residual stream, which the router and the experts read through norms of their own.
         y: the normed stream, which the dense block reads.
-        mlp: the parameters.
+        layer: the parameters of the layer, `mlp` the dense block and `moe` the mixture.
         config: the configuration.
         experts: its `experts`.
     """
-    dense = rms_norm(feed_forward(y, mlp, config), mlp["dense_post_norm"], config)
-    routed = scaled(rms_norm(x, mlp["router_norm"], config), config.width**-0.5)
-    mixed = mixture(rms_norm(x, mlp["experts_norm"], config), mlp, config, experts, routed)
-    return dense + rms_norm(mixed, mlp["experts_post_norm"], config)
+    mlp, moe = layer["mlp"], layer["moe"]
+    dense = rms_norm(feed_forward(y, mlp, config), mlp["out_norm"], config)
+    routed = scaled(rms_norm(x, moe["router_norm"], config), config.width**-0.5)
+    mixed = mixture(rms_norm(x, moe["norm"], config), moe, config, experts, routed)
+    return dense + rms_norm(mixed, moe["out_norm"], config)
 
 
 def mixture(

@@ -97,7 +97,11 @@ def scalable_inputs(config: DecoderConfig) -> tuple[ScalableInput, ...]:
     [('layers/0/attn/norm', ['q', 'k', 'v']), ('layers/0/attn/v', ['o']), ('layers/0/mlp/norm', ['gate', 'up']), ('layers/0/mlp/up', ['down'])]
     """
     found = _Inputs(config, shapes(config))
-    every = [one for i in range(config.layers) for one in (*found.attention(i), *found.mlp(f"layers/{i}/mlp"))]
+    every = [
+        one
+        for i in range(config.layers)
+        for one in (*found.attention(i), *found.mlp(f"layers/{i}/mlp"), *found.mlp(f"layers/{i}/moe"))
+    ]
     if not config.tied:
         every += found.after_norm("norm", ["head"])
     return tuple(one for one in every if not any(_is_rotated_only(part.path, config) for part in one.readers))
@@ -175,13 +179,9 @@ class _Inputs:
         ]
         blocks = [block for block in (at, f"{at}/shared") if f"{block}/down" in self.shapes]
         inner = [f"{block}/{name}" for block in (f"{at}/shared", *experts) for name in _IN_BLOCK]
-        own = [f"{at}/{name}" for name in _AFTER_NORM["mlp"]]
-        if f"{at}/experts_norm" in self.shapes:
-            yield from self.after_norm(f"{at}/norm", [path for path in own if path != f"{at}/router"])
-            yield from self.after_norm(f"{at}/router_norm", [f"{at}/router"])
-            yield from self.after_norm(f"{at}/experts_norm", inner)
-        else:
-            yield from self.after_norm(f"{at}/norm", [*own, *inner])
+        own = [f"{at}/{name}" for name in _AFTER_NORM["mlp"] if f"{at}/{name}_norm" not in self.shapes]
+        yield from self.after_norm(f"{at}/norm", [*own, *inner])
+        yield from self.after_norm(f"{at}/router_norm", [f"{at}/router"])
         if self.config.scales_input_of(f"{at}/down"):
             yield from (self.kept(f"{block}/down") for block in (*blocks, *experts))
         elif self.config.sub_norms:

@@ -90,7 +90,7 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         result["per_layer_embed"] = (inputs.vocab, width)
         result |= {"per_layer_projection": (width, D), "per_layer_norm": (inputs.width,)}
     for i in range(config.layers):
-        for part, shape in (*_attention_shapes(config, i), *_mlp_shapes(config, i), *_last_shapes(config)):
+        for part, shape in (*_attention_shapes(config, i), *_mlp_shapes(config, i), *_other_shapes(config, i)):
             path = f"layers/{i}/{part}"
             result[path] = shape
             if config.scales_input_of(path):
@@ -187,14 +187,8 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
     experts = config.experts_of(layer)
     if config.norms != "post":
         yield "mlp/norm", (D,)
-    if experts is not None and experts.beside_dense:
-        yield from _block_shapes("mlp", D, F)
-        yield from ((f"mlp/{name}", (D,)) for name in ("dense_post_norm", "router_norm"))
-        yield from _expert_shapes(experts, D)
-        yield "mlp/router_scale", (experts.count,)
-        yield from ((f"mlp/{name}", (D,)) for name in ("experts_norm", "experts_post_norm"))
-    elif experts is not None:
-        yield from _expert_shapes(experts, D)
+    if experts is not None and not experts.beside_dense:
+        yield from _expert_shapes("mlp", experts, D)
     elif config.fused or config.fused_mlp:
         yield from (("mlp/gate+up", (2 * F, D)), ("mlp/down", (D, F)))
     else:
@@ -207,9 +201,13 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield "mlp/post_norm", (D,)
 
 
-def _last_shapes(config: DecoderConfig) -> Shapes:
-    """The shapes of what comes after the feed-forward block, by the path within a layer."""
-    D = config.width
+def _other_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    """The shapes of what Gemma 4 has beside and after the feed-forward block, by the path within a layer."""
+    D, experts = config.width, config.experts_of(layer)
+    if experts is not None and experts.beside_dense:
+        yield from (("mlp/out_norm", (D,)), ("moe/norm", (D,)), ("moe/router_norm", (D,)))
+        yield from _expert_shapes("moe", experts, D)
+        yield from (("moe/router_scale", (experts.count,)), ("moe/out_norm", (D,)))
     if config.per_layer is not None:
         P = config.per_layer.width
         yield from (("per_layer/gate", (P, D)), ("per_layer/projection", (D, P)))
@@ -224,14 +222,14 @@ def _block_shapes(path: str, D: int, F: int) -> Shapes:
     yield from ((f"{path}/gate", (F, D)), (f"{path}/up", (F, D)), (f"{path}/down", (D, F)))
 
 
-def _expert_shapes(experts: Experts, D: int) -> Shapes:
+def _expert_shapes(at: str, experts: Experts, D: int) -> Shapes:
     """The shapes of a mixture of experts, by its layout."""
-    E, F, path = experts.count, experts.hidden, "mlp/experts"
-    yield "mlp/router", (E, D)
+    E, F, path = experts.count, experts.hidden, f"{at}/experts"
+    yield f"{at}/router", (E, D)
     if experts.bias:
-        yield "mlp/router_bias", (E,)
+        yield f"{at}/router_bias", (E,)
     if experts.scores == "sigmoid":
-        yield "mlp/router_correction_bias", (E,)
+        yield f"{at}/router_correction_bias", (E,)
     match experts.layout:
         case "separate":
             for e in range(E):
@@ -247,9 +245,9 @@ def _expert_shapes(experts: Experts, D: int) -> Shapes:
         names = {"gate+up": 2 * F} if joined else {"gate": F, "up": F}
         yield from ((f"{path}/{name}_bias", (E, width)) for name, width in {**names, "down": D}.items())
     if experts.shared_hidden:
-        yield from _block_shapes("mlp/shared", D, experts.shared_hidden)
+        yield from _block_shapes(f"{at}/shared", D, experts.shared_hidden)
         if experts.shared_gate:
-            yield "mlp/shared_expert_gate", (1, D)
+            yield f"{at}/shared_expert_gate", (1, D)
 
 
 def check_layers(config: DecoderConfig, count: int) -> None:

@@ -77,6 +77,11 @@ class Experts:
         check_positive("experts.scale", self.scale)
         self._check_groups()
 
+    @property
+    def part(self) -> str:
+        """The part of a layer that has their parameters."""
+        return "moe" if self.beside_dense else "mlp"
+
     def _check_groups(self) -> None:
         """Refuses groups without enough experts."""
         if self.count % self.groups:

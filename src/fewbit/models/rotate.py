@@ -28,7 +28,7 @@ _READERS = (
     *("q", "k", "v", "q+k+v", "q_a", "kv_a", *_LINEAR_READERS, "gate", "up", "gate+up", "router", "shared_expert_gate"),
     "per_layer_projection",
 )
-_NORMS = ("norm", "router_norm", "experts_norm")
+_NORMS = ("norm", "router_norm")
 _WRITERS = ("o", "out", "down")
 
 
@@ -168,8 +168,9 @@ def _rotated(
 def _norm_before(path: str, old: Mapping[str, np.ndarray]) -> str:
     """The norm whose output a weight reads; one that the decoder has not: it reads the residual stream itself."""
     part = "/".join(path.split("/")[:3])  # layers/3/attn
-    own = {"router": f"{part}/router_norm", "experts": f"{part}/experts_norm"}
-    return next((norm for name, norm in own.items() if f"/{name}" in path and norm in old), f"{part}/norm")
+    if path.endswith("/router") and f"{part}/router_norm" in old:
+        return f"{part}/router_norm"
+    return f"{part}/norm"
 
 
 def _wide(array: object, path: str) -> np.ndarray:

@@ -91,7 +91,6 @@ _LEAVES = ("weight", "kernel", "value", "w", "embedding", "scale")
 # Patterns of one part of a path that show a role.
 _EXPERTS = re.compile(r"(?:local_)?experts?(?:_\d+)?", re.IGNORECASE)
 _MIXTURE = re.compile(r"\w*moe(?:block)?(?:_\w+)?", re.IGNORECASE)
-_UP = re.compile(r"up(?:_proj)?", re.IGNORECASE)
 _ROUTER = re.compile(r"routers?|router_gate|shared_expert_gate|ffn_gate_inp(?:_shexp)?", re.IGNORECASE)
 _GATE = re.compile(r"gate|wg|gating|gate_weight")
 _STATE_SPACE_MARK = re.compile(r"A_log|dt_bias|ssm_a")
@@ -111,8 +110,8 @@ _NORM = re.compile(r"\w*norm(?:_\w+|\d+)?|ln(?:_\w+|\d+)?|\w+_ln", re.IGNORECASE
 def refined(roles: Mapping[str, Role]) -> dict[str, Role]:
     """Corrects roles by names: routers among matrices, position tables among tables.
 
-    A name never makes a parameter one that recipes quantize. `gate` is a router only in a module that has experts and no `up`,
-    since the gate of a gated MLP has the same name; `conv1d` is a state space's only in a module with an `A_log` or a `dt_bias`, and so
+    A name never makes a parameter one that recipes quantize. `gate` is a router only in a module that has experts, since the
+    gate of a gated MLP has the same name; `conv1d` is a state space's only in a module with an `A_log` or a `dt_bias`, and so
     are the gates of its state.
 
     Args:
@@ -123,10 +122,8 @@ def refined(roles: Mapping[str, Role]) -> dict[str, Role]:
     ['router', 'matmul', 'matmul']
     """
     split = {path: tuple(re.split("[./]", path)) for path in roles}
-    gated = {parts[:i] for parts in split.values() for i, part in enumerate(parts) if _UP.fullmatch(part)}
-    with_experts = {prefix for path, parts in split.items() for prefix in _expert_modules(parts, roles[path])}
     modules = _Modules(
-        experts=frozenset(with_experts - gated),
+        experts=frozenset(prefix for path, parts in split.items() for prefix in _expert_modules(parts, roles[path])),
         state_spaces=frozenset(
             parts[:i] for parts in split.values() for i, part in enumerate(parts) if _STATE_SPACE_MARK.fullmatch(part)
         ),
@@ -136,7 +133,7 @@ def refined(roles: Mapping[str, Role]) -> dict[str, Role]:
 
 @dataclasses.dataclass(frozen=True)
 class _Modules:
-    """The modules, by the parts of their paths, that have experts and no gated MLP, or are state spaces."""
+    """The modules, by the parts of their paths, that have experts or are state spaces."""
 
     experts: frozenset[tuple[str, ...]]
     state_spaces: frozenset[tuple[str, ...]]

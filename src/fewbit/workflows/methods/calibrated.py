@@ -157,8 +157,9 @@ def calibrated_weights(
 
     def take(values: Mapping[str, Any], prefix: str) -> None:
         found.update({path: values for path in values if path != _TOKENS})
-        if _TOKENS in values and on_experts is not None:
-            on_experts(ExpertTokens(f"{prefix}mlp/experts", tuple(np.asarray(values[_TOKENS]).tolist())))
+        if _TOKENS in values and on_experts is not None and config.experts is not None:
+            path = f"{prefix}{config.experts.part}/experts"
+            on_experts(ExpertTokens(path, tuple(np.asarray(values[_TOKENS]).tolist())))
 
     start, streams = _last_streams(parts, "stream", config.layers)
     for index in range(config.layers):

@@ -84,8 +84,9 @@ def with_unseen_experts(
     grouped = {path: one for path, one in stats.items() if one.count is not None and one.count.ndim == 1}
     if not grouped:
         return dict(stats), None
-    counts = np.asarray(next(iter(grouped.values())).count).astype(np.int32)
-    tokens = ExpertTokens(f"{layer}/mlp/experts", tuple(counts.tolist()))
+    path, one = next(iter(grouped.items()))
+    counts = np.asarray(one.count).astype(np.int32)
+    tokens = ExpertTokens(f"{layer}/{path.rsplit('/', 1)[0]}", tuple(counts.tolist()))
     if not tokens.unseen or policy == "nearest":
         return dict(stats), counts
     if policy == "error":

@@ -44,7 +44,7 @@ def measured_inputs(
         for path, one in layer.statistics(_MEASURE, list(filter(_is_measured, layer.paths))).items():
             found.append(_facts(path, layer.index, one))
             if np.ndim(one.count) == 1:
-                path = f"{layer.prefix}mlp/experts"
+                path = path.rsplit("/", 1)[0]
                 experts[path] = ExpertTokens(path, tuple(np.asarray(one.count).astype(int).tolist()))
     return MeasuredInputs(data.text, data.windows.size, tuple(found), {path: one.counts for path, one in experts.items()})
 
