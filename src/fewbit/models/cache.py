@@ -1,4 +1,4 @@
-"""The KV cache of a decoder: float, with heads of two widths, and with the states of linear attention."""
+"""The KV cache of a decoder, float or hybrid."""
 
 import dataclasses
 from typing import TypeAlias

@@ -252,7 +252,7 @@ class DecoderConfig:
             raise QuantError("sub_norms is true, but linear attention has a norm of its own")
 
     def _check_full(self, full: FullAttention) -> None:
-        """Refuses heads that cannot be told apart, and what a decoder with two kinds of heads does not have."""
+        """Refuses equal head widths, and features that are not supported with two head widths."""
         if not self.window_layers:
             raise QuantError("full is given, but window_layers is empty: no layer, or every one, has the window")
         if full.head_dim == self.head_dim:

@@ -202,7 +202,7 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
 
 
 def _other_shapes(config: DecoderConfig, layer: int) -> Shapes:
-    """The shapes of what Gemma 4 has beside and after the feed-forward block, by the path within a layer."""
+    """The shapes of experts beside a dense block, of per-layer inputs and of the layer's scale, by the path within a layer."""
     D, experts = config.width, config.experts_of(layer)
     if experts is not None and experts.beside_dense:
         yield from (("mlp/out_norm", (D,)), ("moe/norm", (D,)), ("moe/router_norm", (D,)))

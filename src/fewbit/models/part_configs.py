@@ -1,4 +1,4 @@
-"""The configurations of parts of a decoder: experts, kinds of attention, and what the layers of Gemma 4 add."""
+"""The configurations of parts of a decoder: experts, kinds of attention, per-layer inputs."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -37,8 +37,8 @@ class Experts:
         shared_hidden: width of an expert that every token passes; 0: none.
         shared_gate: whether a sigmoid gate scales the shared expert.
         bias: whether router and experts have biases.
-        beside_dense: whether a dense feed-forward block runs beside the experts; its output and theirs have norms of their own and
-            are added, and the router and the experts have norms of their own on the residual stream (Gemma 4).
+        beside_dense: whether a layer has a dense feed-forward block and experts, whose outputs are normed and added. The router and
+            the experts then have input norms of their own (Gemma 4).
         layout: "separate": leaves `experts/3/gate [F, D]`; "stacked": `experts/gate [E, F, D]`; "joined": `experts/gate+up
             [E, 2 F, D]`; "interleaved": `experts/gate+up [E, D, 2 F]`, gate and up in turn, and `experts/down [E, F, D]`
             (gpt-oss).

@@ -1,4 +1,4 @@
-"""Softmax attention of a decoder's layers: grouped-query or latent, with or without a sliding window, over a KV cache or the tokens alone.
+"""Softmax attention of a decoder's layers: grouped-query or latent, full or in a window.
 
 Dimension letters as in `decoder`.
 """
@@ -58,9 +58,9 @@ class SoftmaxAttention:
         """
         start, longest = (0, tokens) if cache is None else (cache.length, max(cache.max_length, tokens))
         caches = () if cache is None else kvs_of(cache)
-        self.config, self.tokens, self.kv = config, tokens, kv
-        self.rotations = [LayerRotations(kind, start, tokens, longest, length) for kind in config.kinds]
-        self.windows = [_Windows(kind) for kind in config.kinds]
+        self.config, self.kinds, self.tokens, self.kv = config, config.kinds, tokens, kv
+        self.rotations = [LayerRotations(kind, start, tokens, longest, length) for kind in self.kinds]
+        self.windows = [_Windows(kind) for kind in self.kinds]
         self.places = [config.place_of(layer) for layer in range(config.layers)]
         self.policy = caches[0].policy if caches and isinstance(caches[0], QuantizedCache) else kv
         self.is_absorbed = config.latent is not None and (config.latent.split or bool(caches) or kv is not None)
@@ -69,7 +69,7 @@ class SoftmaxAttention:
         """The keys and values before the first layer."""
         last: tuple[_Heads, ...] = ()
         if self.config.shared_keys is not None:
-            zeros = [jnp.zeros((batch, k.kv_heads, self.tokens, k.head_dim), dtype) for k in self.config.kinds]
+            zeros = [jnp.zeros((batch, k.kv_heads, self.tokens, k.head_dim), dtype) for k in self.kinds]
             last = tuple((array, array) for array in zeros)
         return KeysValues(() if cache is None else kvs_of(cache), last)
 
@@ -85,7 +85,7 @@ class SoftmaxAttention:
             index: the number of the layer, which `lax.scan` traces.
         """
         kind = self._kind_of(attn)
-        config, rotations = self.config.kinds[kind], self.rotations[kind]
+        config, rotations = self.kinds[kind], self.rotations[kind]
         window, place = self.windows[kind].of_layer(index), _of_layer(self.places, index)
         q, k, v, gate = self._heads(y, attn, rotations.of_layer(index), config, kvs, kind)
         q = rotations.tempered(q)
