@@ -165,6 +165,7 @@ SUITES = (
             "models/families": "bitnet deepseek ernie exaone experts gemma glm gpt_oss granite llama olmo phi qwen rope seed smollm"
         },
     ),
+    Suite("models/families/test_gguf.py", "metadata of every architecture", {"models/families": "gguf_metadata"}),
     Suite("models/roles/test_checkpoint.py", "roles of tensors", {"models/roles": "families modules"}),
     # Workflows and the command line.
     Suite(

@@ -207,7 +207,9 @@ def _other_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if experts is not None and experts.beside_dense:
         yield from (("mlp/out_norm", (D,)), ("moe/norm", (D,)), ("moe/router_norm", (D,)))
         yield from _expert_shapes("moe", experts, D)
-        yield from (("moe/router_scale", (experts.count,)), ("moe/out_norm", (D,)))
+        if experts.router_scale:
+            yield "moe/router_scale", (experts.count,)
+        yield "moe/out_norm", (D,)
     if config.per_layer is not None:
         P = config.per_layer.width
         yield from (("per_layer/gate", (P, D)), ("per_layer/projection", (D, P)))

@@ -40,6 +40,16 @@ _GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+}
+
 _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -118,6 +128,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 7,
             "rope_parameters": _GEMMA3_ROPE,
             "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4": ("gemma4_text", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma4-shared": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": [*_GEMMA4["layer_types"], *_GEMMA4["layer_types"]],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 300,
         },
     ),
     "phi3": ("phi3", {"sliding_window": None}),

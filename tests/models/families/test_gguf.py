@@ -13,6 +13,7 @@ from fewbit.models import (
     FAMILIES,
     DecoderConfig,
     Family,
+    FullAttention,
     LinearAttention,
     config_from_gguf,
     config_from_hf,
@@ -21,7 +22,7 @@ from fewbit.models import (
     paths_of_params,
     shapes,
 )
-from fewbit.models.attention.rope_scaling import Linear, Yarn
+from fewbit.models.attention.rope_scaling import Linear, LongRope, Proportional, Yarn
 from tests.nets.families import CASES
 from tests.nets.random_decoder import random_params, random_tokens
 
@@ -61,6 +62,8 @@ def test_gguf():
     wide = config_from_gguf({**GGUF_FIELDS, "llama.attention.key_length": 8, "llama.rope.dimension_count": 8}, [])
     assert (wide.head_dim, wide.rotary_dim) == (8, 0)
     assert config_from_gguf({**GGUF_FIELDS, "llama.rope.dimension_count": 2}, []).rotary_dim == 2
+    by_layer = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [40, 40]}
+    assert config_from_gguf({**GGUF_FIELDS, **by_layer}, []) == config_from_gguf(GGUF_FIELDS, [])
 
 
 def test_scaled_rotary_embedding():
@@ -122,6 +125,67 @@ def test_exaone_rotates_where_it_has_a_window(pattern: int | list[bool], windows
     assert (len(config.window_layers), len(config.nope_layers)) == (windows, nope)
 
 
+def test_gates_and_up_projections_of_experts_may_be_joined():
+    settings = {**CASES["qwen3_moe"][1], "model_type": "qwen3_moe"}
+    config, family = config_from_hf(settings), FAMILIES["qwen3_moe"]
+    params = random_params(config)
+    fields, arrays = as_gguf(params, config, family)
+    for i in range(config.layers):
+        both = [arrays.pop(f"blk.{i}.ffn_{part}_exps.weight") for part in ("gate", "up")]
+        arrays[f"blk.{i}.ffn_gate_up_exps.weight"] = jnp.concatenate(both, axis=1)
+    found = config_from_gguf(fields, arrays)
+    assert found.experts is not None and found.experts.layout == "joined"
+    tokens = random_tokens(config, 1, 9)
+    expected = np.asarray(run(params, tokens, config))
+    got = run(params_from_named(arrays, family.gguf_table, found), tokens, found)
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+GEMMA4 = {
+    "attention.key_length": 8,
+    "attention.key_length_swa": 4,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, False],
+    "rope.dimension_count": 8,
+}
+
+
+def gemma4(tensors: Any = (), **fields: Any) -> DecoderConfig:
+    changed = {key.replace("__", "."): value for key, value in fields.items()}
+    return config_from_gguf(of_architecture("gemma4", **GEMMA4, **changed), tensors)
+
+
+def test_factors_of_gemma_4_say_which_pairs_rotate():
+    def scaling(*factors: float) -> Any:
+        return gemma4({"rope_freqs.weight": np.array(factors, np.float32)}).rope_scaling
+
+    assert scaling(1, 1e30, 1e30, 1e30) == Proportional(1)
+    assert scaling(8, 8, 1e30, 1e30) == Proportional(2, 8.0)
+    assert (scaling(1, 1, 1, 1), scaling(8, 8, 8, 8)) == (None, Linear(8.0))
+    assert scaling(1, 2, 3, 4) == LongRope((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), 64, 1.0)
+
+
+def test_values_of_gemma_4_are_its_keys_where_the_file_has_none():
+    assert gemma4().full == FullAttention(2, 8, keys_are_values=True)
+    assert gemma4({"blk.1.attn_v.weight": None}).full == FullAttention(2, 8)
+    assert gemma4({"blk.0.attn_v.weight": None}).full == FullAttention(2, 8, keys_are_values=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rope__dimension_count_swa": 2}, r"gemma4\.rope\.dimension_count_swa = 2; supported is 4"),
+        ({"attention__shared_kv_layers": 2}, "is not of layers with and without a sliding window"),
+        ({"block_count": 3, "feed_forward_length": [40, 40, 50]}, "sliding_window_pattern' of 2 layers; expected 3"),
+        ({"feed_forward_length": [40, 50]}, "heads or feed-forward blocks of other sizes in layers of one kind"),
+        ({"feed_forward_length": [40]}, r"gemma4\.feed_forward_length of 1 layers; expected 2"),
+    ],
+)
+def test_layers_of_gemma_4_that_the_decoder_cannot_run_are_refused(changed: dict[str, Any], message: str):
+    with pytest.raises((QuantError, UnsupportedError), match=message):
+        gemma4(**changed)
+
+
 def test_layers_for_multi_token_prediction_are_left_out():
     settings = {**CASES["glm4_moe"][1], "model_type": "glm4_moe", "num_nextn_predict_layers": 0}
     config, family = config_from_hf(settings), FAMILIES["glm4_moe"]
@@ -153,7 +217,8 @@ def test_a_pattern_of_windows_has_every_layer():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"general.architecture": "gemma4"}, "architecture is 'gemma4', which the decoder cannot run; did you mean 'gemma"),
+        ({"general.architecture": "gemma5"}, "architecture is 'gemma5', which the decoder cannot run; did you mean 'gemma"),
+        ({"llama.attention.head_count_kv": [2, 1]}, r"different llama\.attention\.head_count_kv = 2; supported is 1"),
         ({"llama.rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type = 'su'; supported is 'none' or 'linear'"),
         (
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.attn_factor": 0.5},
@@ -162,7 +227,7 @@ def test_a_pattern_of_windows_has_every_layer():
         ({"llama.attention.value_length": 2}, r"llama\.attention\.value_length = 2; supported is 4"),
         ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"has experts, but the file has no 'blk\.0\.ffn_down"),
     ],
-    ids=["architecture", "scaled", "gain", "values", "experts"],
+    ids=["architecture", "by layer", "scaled", "gain", "values", "experts"],
 )
 def test_gguf_refuses(change: dict[str, Any], message: str):
     with pytest.raises(UnsupportedError, match=message):
@@ -189,6 +254,9 @@ def test_missing_keys_are_named():
 
 IN_GGUF = [model_type for model_type, family in FAMILIES.items() if family.gguf]
 """The families whose GGUF files the decoder runs."""
+
+KINDS_OF_LAYERS = ["gemma4_text-experts", "gemma4_text-shared"]
+"""Further cases of Gemma 4."""
 
 KEYS = {
     "block_count": "layers",
@@ -274,11 +342,39 @@ def as_gguf(
         fields |= {f"{family.gguf}.{key}": value for key, value in linear_fields(config.linear).items()}
     if config.latent is not None:
         fields |= {f"deepseek2.{key}": value for key, value in latent_fields(config, split=split).items()}
-    if config.rope_scaling is not None:
+    if family.gguf == "gemma4":
+        fields |= {f"gemma4.{key}": value for key, value in fields_of_kinds(config).items()}
+    if isinstance(config.rope_scaling, Proportional):
+        named["rope_freqs.weight"] = jnp.asarray(factors_of_pairs(config, config.rope_scaling))
+    elif config.rope_scaling is not None:
         fields[f"{family.gguf}.rope.scaling.type"] = "yarn"
         fields[f"{family.gguf}.rope.scaling.factor"] = config.rope_scaling.factor
         fields[f"{family.gguf}.rope.scaling.original_context_length"] = config.rope_scaling.original_context
     return fields, named
+
+
+def fields_of_kinds(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of Gemma 4, whose layers without a window have other heads than those with one."""
+    layers, full = range(config.layers), config.full
+    assert full is not None
+    has_window = [layer in config.window_layers for layer in layers]
+    return {
+        "attention.head_count_kv": [config.kv_heads if one else full.kv_heads for one in has_window],
+        "attention.key_length": full.head_dim,
+        "attention.key_length_swa": config.head_dim,
+        "attention.sliding_window_pattern": has_window,
+        "attention.shared_kv_layers": config.shared_keys.layers if config.shared_keys else 0,
+        "feed_forward_length": [config.hidden_of(layer) for layer in layers],
+        "embedding_length_per_layer_input": config.per_layer.width if config.per_layer else 0,
+        "rope.dimension_count": full.head_dim,
+    }
+
+
+def factors_of_pairs(config: DecoderConfig, scaling: Proportional) -> np.ndarray:
+    """What divides the frequencies: of pairs that do not rotate, a number so large that they stand still."""
+    assert config.full is not None
+    rotates = np.arange(config.full.head_dim // 2) < scaling.pairs
+    return np.where(rotates, np.float32(scaling.factor), np.float32(1e30))
 
 
 def routed_fields(config: DecoderConfig) -> dict[str, Any]:
@@ -395,16 +491,20 @@ def with_stacks(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]
 
 
 def converted(model_type: str, *, split: bool = True) -> tuple[DecoderConfig, dict[str, Any], DecoderConfig, dict[str, Any]]:
-    """Configuration and parameters of a Hugging Face checkpoint, and of the GGUF file made of it."""
-    settings = {**CASES[model_type][1], **CHANGED.get(model_type, {}), "model_type": model_type}
-    config, family = config_from_hf(settings), FAMILIES[model_type]
+    """Configuration and parameters of a Hugging Face checkpoint, and of the GGUF file made of it.
+
+    `model_type` is a case of `CASES`.
+    """
+    family = FAMILIES[model_type.partition("-")[0]]
+    settings = {**CASES[model_type][1], **CHANGED.get(model_type, {}), "model_type": family.model_type}
+    config = config_from_hf(settings)
     params = random_params(config)
     fields, arrays = as_gguf(params, config, family, split=split)
     found = config_from_gguf(fields, arrays)
     return config, params, found, params_from_named(arrays, family.gguf_table, found)
 
 
-@pytest.mark.parametrize("model_type", IN_GGUF)
+@pytest.mark.parametrize("model_type", [*IN_GGUF, *KINDS_OF_LAYERS])
 def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_type: str):
     config, _, found, _ = converted(model_type)
     same: dict[str, Any] = {"rope": config.rope, "norm_offset": config.norm_offset}
@@ -422,7 +522,7 @@ def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", IN_GGUF)
+@pytest.mark.parametrize("model_type", [*IN_GGUF, *KINDS_OF_LAYERS])
 def test_a_gguf_file_computes_what_the_hugging_face_checkpoint_does(model_type: str):
     config, params, found, again = converted(model_type)
     tokens = random_tokens(config, 1, 9)

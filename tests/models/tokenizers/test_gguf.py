@@ -169,6 +169,23 @@ def test_sentencepiece_comes_back_from_a_gguf_file(name: str, text: str):
     assert WRITTEN[name].decode(expected) == SOURCES[name].decode(expected)
 
 
+def gemma4_tokenizer() -> Any:
+    files = {"tokenizer.json": SOURCES["gemma"].to_str().encode()}
+    return tokenizer_from_gguf(tokenizer_fields(files, {"model_type": "gemma4_text"}, 330))
+
+
+@given(text=TEXTS.map(lambda text: text.replace("\n", "")))
+def test_the_tokenizer_of_gemma_4_comes_back_from_its_merges(text: str):
+    found, expected = gemma4_tokenizer(), SOURCES["gemma"].encode(text).ids
+    assert [1, *found.encode(text)] == expected and found.start_ids == (1,)
+    assert found.decode(expected) == SOURCES["gemma"].decode(expected)
+
+
+def test_merges_of_gemma_4_end_with_the_line():
+    assert pieces(TOKENIZERS["gemma"], "the \n\nthe") == ["the", "▁\n", "\n", "the"]
+    assert pieces(gemma4_tokenizer(), "the \n\nthe") == ["the", "▁", "\n", "\n", "the"]
+
+
 @given(text=st.text())
 def test_text_comes_back_from_sentencepiece(text: str):
     for tokenizer in TOKENIZERS.values():
@@ -223,6 +240,7 @@ KINDS = {
     "gemma": [("llama", "default")],
     "gemma2": [("llama", "default")],
     "gemma3_text": [("llama", "default")],
+    "gemma4_text": [("gemma4", "default")],
     "phi3": [("llama", "default"), ("gpt2", "dbrx")],
     "olmo2": [("gpt2", "dbrx")],
     "olmo3": [("gpt2", "dbrx")],
@@ -251,8 +269,10 @@ def test_the_tokenizers_of_every_family_are_listed():
 
 @pytest.mark.parametrize(("model", "pre"), sorted({kind for kinds in KINDS.values() for kind in kinds}))
 def test_the_tokenizer_of_every_family_is_read(model: str, pre: str):
-    fields = {"gpt2": gguf_fields(pre), "llama": FIELDS["llama"]}[model]
-    tokenizer = tokenizer_from_gguf(fields)
+    if model == "gemma4":
+        tokenizer = gemma4_tokenizer()
+    else:
+        tokenizer = tokenizer_from_gguf({"gpt2": gguf_fields(pre), "llama": FIELDS["llama"]}[model])
     text = "It's 12345 hell,\n he said."
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

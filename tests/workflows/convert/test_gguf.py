@@ -256,6 +256,28 @@ def test_experts_of_gpt_oss_keep_their_blocks(tmp_path):
         np.testing.assert_array_equal(fb.dequantize(found[f"blk.0.ffn_{name}_exps.weight"]), rows)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["q4_0", "nvfp4"])
+def test_experts_of_gemma_4_and_their_factors_come_back(tmp_path, scheme):
+    """In NVFP4 the factors are in the tensor scales, so that a file has none of its own."""
+    save_tokenizer(tmp_path / "tokenizer")
+    tokenizer = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
+    kind, settings = FAMILIES["gemma4-experts"]
+    settings = {**CONFIG, **settings, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    model = workflows.load(family_directory(tmp_path / "hf", kind, settings, tokenizer))
+    workflows.quantize(model, workflows.plan_model(model, recipe=scheme), tmp_path / "m.gguf", to="gguf")
+    kept = workflows.load(workflows.quantize(model, workflows.plan_model(model, recipe=scheme), tmp_path / "q").path)
+    found = workflows.load(tmp_path / "m.gguf")
+    assert fb.is_qarray(found.load("layers/0/moe/experts/down"))
+    assert ("layers/0/moe/router_scale" in found.info) == (scheme == "q4_0")
+    tokens = jnp.arange(20).reshape(2, 10)
+    expected = np.asarray(compiled_logits(kept.params(), tokens, kept.runnable_config()))
+    got = np.asarray(compiled_logits(found.params(), tokens, found.runnable_config()))
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    again = workflows.quantize(found, workflows.plan_model(found, recipe="keep"), tmp_path / "again.gguf", to="gguf")
+    assert again.path.read_bytes() == (tmp_path / "m.gguf").read_bytes()
+
+
 NVFP4 = {"w": fb.quantize(normal(4, 64), "nvfp4"), "e": fb.quantize(normal(3, 4, 64), "nvfp4")}
 ONE = dataclasses.replace(NVFP4["w"], tensor_scale=jnp.ones((1, 1)))
 

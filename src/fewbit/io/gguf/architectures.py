@@ -55,6 +55,7 @@ class Architecture:
         rotates_part: whether a part of each head may rotate.
         has_linear_attention: whether all but every n-th layer have linear attention.
         has_tiled_values: whether its heads of values are in the order that `linear_attention.py` describes.
+        has_kinds_of_layers: whether its layers have heads and blocks of several sizes, which `gemma4.py` describes.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -75,6 +76,7 @@ class Architecture:
     rotates_part: bool = False
     has_linear_attention: bool = False
     has_tiled_values: bool = False
+    has_kinds_of_layers: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     large_layers: int | None = None
@@ -265,6 +267,28 @@ ARCHITECTURES = {
         },
         assumed={**_GELU, "attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
         large_layers=62,
+    ),
+    "gemma4_text": Architecture(
+        "gemma4",
+        (_FINAL_CAP, _WINDOW),
+        has_tensor_scales=True,
+        has_kinds_of_layers=True,
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 512,
+            "max_position_embeddings": 131072,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            **_TIED,
+        },
+        assumed={**_GELU, "use_bidirectional_attention": (None, False, "vision")},
     ),
     "phi3": Architecture("phi3", (), rotates_part=True, defaults={"original_max_position_embeddings": 4096}, assumed=_SILU),
     "olmo2": Architecture("olmo2", (), assumed={**_SILU, **_UNTIED, "attention_bias": (False,)}),

@@ -18,12 +18,13 @@ from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
 from .architectures import ARCHITECTURES, Architecture
+from .gemma4 import name_of_scale, target_of_factors, with_expert_factors
 from .linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
 from .stored import Stored, stacked, stored
 
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe)\.)?experts\.(\d+)\.(\w+)\.weight")
 _EXPERTS = re.compile(
-    r"model\.layers\.(\d+)\.(?:mlp\.experts\.(?=gate_up|down)|block_sparse_moe\.(?=input_|output_))"
+    r"model\.layers\.(\d+)\.(?:(?:mlp\.)?experts\.(?=gate_up|down)|block_sparse_moe\.(?=input_|output_))"
     r"(gate_up_proj|down_proj|input_linear|output_linear)(_bias|\.weight)?"
 )
 _DOWN = ("down_proj", "output_linear")
@@ -82,7 +83,7 @@ class Conversion:
             return tuple(f"blk.{layer}.ffn_{kind}_exps.{'bias' if suffix == '_bias' else 'weight'}" for kind in kinds)
         if found := linear_part(name):
             return tuple(f"blk.{found[0]}.{target}" for target in PARTS[found[1]])
-        return (self._name(name),)
+        return (target_of_factors(self._name(name)),)
 
     def tensors(self, values: Iterable[tuple[str, np.ndarray | jax.Array | QArray]]) -> Iterator[tuple[str, Stored]]:
         """Converts the tensors of a checkpoint, in any order.
@@ -97,6 +98,10 @@ class Conversion:
             QuantError: for a tensor that GGUF cannot store without loss, or missing experts.
             UnsupportedError: for one that llama.cpp cannot run.
         """
+        return with_expert_factors(self._tensors(values)) if self.architecture.has_kinds_of_layers else self._tensors(values)
+
+    def _tensors(self, values: Iterable[tuple[str, np.ndarray | jax.Array | QArray]]) -> Iterator[tuple[str, Stored]]:
+        """The tensors, factors of experts among them."""
         waiting: dict[str, dict[int, Stored]] = {}
         for name, value in values:
             if self._is_dropped(name):
@@ -158,7 +163,9 @@ class Conversion:
 
     def _name(self, name: str) -> str:
         """The GGUF name of a tensor."""
-        if name.endswith(".sinks"):
+        if target := name_of_scale(name):
+            return target
+        if name.endswith((".sinks", ".layer_scalar")):
             name += ".weight"
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         target = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -235,10 +242,14 @@ class Conversion:
         return with_applied_scale(name, tensor, architecture.name, is_applied=applies_scale(architecture.name, name))
 
 
+_WITHOUT_SCALE = re.compile(r"blk\.\d+\.(?:inp_gate|proj|ffn_gate_up_exps)\.weight")
+"""Gates and projections of per-layer inputs, and joined gates and up projections of experts."""
+
+
 def applies_scale(architecture: str, name: str) -> bool:
     """Whether llama.cpp applies the tensor scale of NVFP4 in the products with a tensor of a GGUF architecture."""
     has_scales = any(one.has_tensor_scales for one in ARCHITECTURES.values() if one.name == architecture)
-    return has_scales and name.startswith(("blk.", "output."))
+    return has_scales and name.startswith(("blk.", "output.")) and not _WITHOUT_SCALE.fullmatch(name)
 
 
 def ignored_scale(name: str, architecture: str) -> str:

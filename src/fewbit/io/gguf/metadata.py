@@ -12,6 +12,7 @@ from ..._registry import near_names
 from ...errors import QuantError, UnsupportedError
 from .architectures import ARCHITECTURES, COMMON, Architecture, FieldRow
 from .fields import Field
+from .gemma4 import layer_fields, rope_factors, rotary_dim
 from .linear_attention import LinearHeads
 from .stored import Stored, stored
 
@@ -73,6 +74,8 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
         fields[f"{architecture.name}.attention.sliding_window_pattern"] = _has_window(architecture, said)
     if architecture.has_linear_attention:
         fields |= {f"{architecture.name}.{key}": value for key, value in _linear_fields(architecture, said).items()}
+    if architecture.has_kinds_of_layers:
+        fields |= {f"{architecture.name}.{key}": value for key, value in layer_fields(said).items()}
     for key, value in _rope_fields(architecture, said).items():
         fields[f"{architecture.name}.rope.{key}"] = value
     if architecture.name == "phi3":
@@ -95,6 +98,8 @@ def extra_tensors(architecture: Architecture, config: Mapping[str, Any]) -> dict
     said = {**architecture.defaults, **config}
     rope = _rope(said)
     kind = _rope_kind(rope)
+    if architecture.has_kinds_of_layers:
+        return {"rope_freqs.weight": rope_factors(said, rope)}
     if kind == "llama3":
         return {"rope_freqs.weight": stored(_llama3_factors(rope, said), "rope_freqs.weight")}
     if kind == "longrope":
@@ -246,6 +251,8 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
     if architecture.has_linear_attention:
         _full_attention_interval(config)
+    elif architecture.has_kinds_of_layers:
+        pass  # `layer_fields` refuses
     elif not architecture.stores_windows or (config.get("sliding_window") and not config.get("layer_types")):
         _check_windows(architecture, config)
     if name == "smollm3":
@@ -306,6 +313,8 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
         accepted |= {"llama3"}
     if architecture.name == "phi3":
         accepted |= {"longrope"}
+    if architecture.has_kinds_of_layers:
+        accepted = {"default", "linear", "proportional"}
     if kind not in accepted:
         raise UnsupportedError(
             f"llama.cpp has no rope scaling {kind!r} for {architecture.name}; it has {', '.join(sorted(accepted))}"
@@ -356,6 +365,8 @@ def _rotary_dim(architecture: Architecture, rope: Mapping[str, Any], config: Map
     """The coordinates of a head that rotate."""
     if architecture.name == "minimax-m2" and config.get("rotary_dim"):
         return config["rotary_dim"]
+    if architecture.has_kinds_of_layers:
+        return rotary_dim(config)
     share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
     if share != 1 and not architecture.rotates_part:
         raise UnsupportedError(

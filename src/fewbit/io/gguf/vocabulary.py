@@ -1,7 +1,7 @@
 """GGUF metadata fields of a Hugging Face tokenizer.
 
 Byte-level BPE becomes llama.cpp's type "gpt2" with the name of its rule for splitting text; BPE of SentencePiece becomes "llama",
-with the scores of `tokenizer.model`, or without it scores in the order of the merges.
+with the scores of `tokenizer.model`, or without it scores in the order of the merges. That of Gemma 4 becomes "gemma4", with its merges.
 
 Reference: llama.cpp, src/llama-vocab.cpp and conversion/base.py.
 """
@@ -22,6 +22,11 @@ from .sentencepiece import pieces
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BAR = "\N{FULLWIDTH VERTICAL LINE}"
+_VISIBLE = {
+    *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"),
+    *("<|tool_response>", "<tool_response|>", '<|"|>'),
+}
+"""Tokens of Gemma 4 that llama.cpp keeps in the text, where it looks for calls of tools."""
 
 _WITHOUT_MERGES = {"dbrx": "llama-bpe"}
 """The name of the same rule for a tokenizer that looks up whole words before it merges."""
@@ -62,6 +67,8 @@ def tokenizer_fields(files: Mapping[str, bytes], config: Mapping[str, Any], voca
     if "bytes" in rules:
         _check_byte_level(tokenizer)
         fields = _byte_level(model, rules, settings, tokens, kinds)
+    elif model.get("byte_fallback") and config.get("model_type") == "gemma4_text":
+        fields = _gemma4(tokenizer, tokens, kinds)
     elif model.get("byte_fallback"):
         fields = _sentencepiece(tokenizer, files, tokens, kinds)
     else:
@@ -228,6 +235,31 @@ def _sentencepiece(
         "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.add_space_prefix": _adds_space(tokenizer),
+    }
+
+
+def _gemma4(tokenizer: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> dict[str, Field]:
+    """The fields of the tokenizer of Gemma 4, which begins every text with a token."""
+    unknown = tokenizer["model"].get("unk_token")
+    for added in tokenizer.get("added_tokens") or []:
+        if added["id"] < len(tokens):
+            tokens[added["id"]] = added["content"]  # as in the merges, which join runs of spaces
+    for i, token in enumerate(tokens):
+        if kinds[i] == _NORMAL and _is_byte(token):
+            kinds[i] = _BYTE
+        elif token == unknown:
+            kinds[i] = _UNKNOWN
+        elif kinds[i] == _CONTROL and token in _VISIBLE:
+            kinds[i] = _USER
+    if _adds_space(tokenizer):
+        raise UnsupportedError("tokenizer.json puts a space before every text, which llama.cpp does not for Gemma 4")
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in _merges(tokenizer["model"])],
+        "tokenizer.ggml.add_space_prefix": False,
     }
 
 

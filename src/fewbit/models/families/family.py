@@ -84,6 +84,7 @@ _GGUF_PROJECTIONS = {
     "attn/o": "attn_output",
     **{f"mlp/{name}": f"ffn_{name}" for name in ("gate", "up", "down")},
     **{f"mlp/experts/{name}": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
+    "mlp/experts/gate+up": "ffn_gate_up_exps",
     **{f"mlp/shared/{name}": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
     "mlp/router": "ffn_gate_inp",
 }
@@ -102,11 +103,16 @@ GGUF_PARTS = {
 """The names of the parts of a layer in GGUF files that all architectures share."""
 
 
-def gguf_table(changed: Mapping[str, str] | None = None) -> NameTable:
-    """The table of a GGUF architecture. `changed` adds and replaces names of the parts of a layer."""
-    outside = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+def gguf_table(changed: Mapping[str, str] | None = None, outside: Mapping[str, str] | None = None) -> NameTable:
+    """The table of a GGUF architecture.
+
+    Args:
+        changed: adds and replaces names of the parts of a layer.
+        outside: adds names outside the layers.
+    """
+    common = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
     derived = r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight"
-    return table("GGUF", outside, "blk.{}.", _with_changes(GGUF_PARTS, changed), derived=derived)
+    return table("GGUF", {**common, **(outside or {})}, "blk.{}.", _with_changes(GGUF_PARTS, changed), derived=derived)
 
 
 GGUF = gguf_table()

@@ -15,6 +15,7 @@ from .family import (
     Number,
     activation,
     decoder_config,
+    gguf_table,
     hf_table,
     read_config,
     refuse_unless,
@@ -220,9 +221,31 @@ _GEMMA4 = hf_table(
     },
 )
 
+_STACKS = {"gate": "gate", "up": "up", "down": "down", "gate+up": "gate_up"}
+_GEMMA4_GGUF = gguf_table(
+    {
+        "scale": "layer_output_scale.weight",
+        "per_layer/gate": "inp_gate.weight",
+        "per_layer/projection": "proj.weight",
+        "per_layer/post_norm": "post_norm.weight",
+        "mlp/out_norm": "post_ffw_norm_1.weight",
+        "moe/norm": "pre_ffw_norm_2.weight",
+        "moe/router": "ffn_gate_inp.weight",
+        "moe/router_norm": "ffn_gate_inp.scale",
+        "moe/router_scale": "ffn_down_exps.scale",
+        **{f"moe/experts/{ours}": f"ffn_{theirs}_exps.weight" for ours, theirs in _STACKS.items()},
+        "moe/out_norm": "post_ffw_norm_2.weight",
+    },
+    {
+        "per_layer_embed": "per_layer_token_embd.weight",
+        "per_layer_projection": "per_layer_model_proj.weight",
+        "per_layer_norm": "per_layer_proj_norm.weight",
+    },
+)
+
 FAMILIES = (
     Family("gemma", "Gemma", _gemma, gguf="gemma"),
     Family("gemma2", "Gemma 2", _gemma2, hf_table(_NORMS), gguf="gemma2"),
     Family("gemma3_text", "Gemma 3 (text)", _gemma3, hf_table(_NORMS), gguf="gemma3"),
-    Family("gemma4_text", "Gemma 4 (text)", _gemma4, _GEMMA4),
+    Family("gemma4_text", "Gemma 4 (text)", _gemma4, _GEMMA4, gguf="gemma4", gguf_table=_GEMMA4_GGUF),
 )

@@ -8,19 +8,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._json import Count, Positive, converted
+from ..._json import converted
 from ..._registry import near_names
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
-from ..attention.rope_scaling import Linear, LongRope, RopeScaling, Yarn, yarn_gain
+from ..attention.rope_scaling import Linear, LongRope, Proportional, RopeScaling, Yarn, yarn_gain
 from ..config import DecoderConfig
 from ..names import NameTable, check_layer_count
-from ..part_configs import Experts, LatentAttention, LinearAttention
-from .family import GGUF, MANY, Number, refuse_unless
+from ..part_configs import Experts, FullAttention, LatentAttention, LinearAttention, PerLayerInputs, SharedKeys
+from .family import GGUF, MANY, refuse_unless
+from .gguf_metadata import KEYS, WHERE, GGUFMetadata, read_metadata
 from .table import FAMILIES
-
-_WHERE = "the GGUF metadata"
 
 Fields = Mapping[str, Any]
 Tensors = Collection[str] | Mapping[str, Any]
@@ -43,24 +42,28 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
         QuantError: for a missing key.
     """
     architecture = gguf_architecture(fields)
-    found = _Gguf(**msgspec.structs.asdict(converted(fields, _schema(architecture), _WHERE)))
+    found = read_metadata(fields, architecture)
     check_layer_count(found.layers, len(names), MANY)
     if found.extra_layers >= found.layers:
-        raise QuantError(f"{_WHERE} has {found.layers} layers, and {found.extra_layers} of them for multi-token prediction")
+        raise QuantError(f"{WHERE} has {found.layers} layers, and {found.extra_layers} of them for multi-token prediction")
     found.layers -= found.extra_layers
     head_dim = found.head_dim or found.width // found.heads
     if architecture != "deepseek2":
-        refuse_unless(found.value_length or head_dim, (head_dim,), f"{architecture}.attention.value_length", _WHERE)
+        refuse_unless(found.value_length or head_dim, (head_dim,), f"{architecture}.attention.value_length", WHERE)
     vocab = len(found.tokens) or found.vocab
     if vocab is None:
-        raise QuantError(f"{_WHERE} has neither 'tokenizer.ggml.tokens' nor '{architecture}.vocab_size'")
+        raise QuantError(f"{WHERE} has neither 'tokenizer.ggml.tokens' nor '{architecture}.vocab_size'")
     hidden = found.hidden or found.expert_hidden
     if hidden is None:
-        raise QuantError(f"{_WHERE} lacks the field '{architecture}.feed_forward_length'")
+        raise QuantError(f"{WHERE} lacks the field '{architecture}.feed_forward_length'")
+    if architecture != "gemma4":
+        hidden = found.hidden = _of_all_layers(hidden, f"{architecture}.feed_forward_length")
+        found.kv_heads = _of_all_layers(found.kv_heads or found.heads, f"{architecture}.attention.head_count_kv")
     rotary_dim = found.rotary_dim or head_dim
     settings: dict[str, Any] = {
-        "kv_heads": found.kv_heads or found.heads,
+        "kv_heads": found.kv_heads,
         "head_dim": head_dim,
+        "hidden": hidden,
         "rope": "half",
         "qkv_bias": "blk.0.attn_q.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
@@ -69,16 +72,13 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
         "rotary_dim": 0 if rotary_dim == head_dim else rotary_dim,
         "experts": _experts(architecture, found, names),
         "extra_layers": found.extra_layers,
-        **ARCHITECTURES[architecture](found),
+        **ARCHITECTURES[architecture](found, names),
     }
-    if architecture == "glm4moe" and "blk.0.attn_q_norm.weight" in names:
-        settings["qk_norm"] = "head"
     return DecoderConfig(
         vocab=vocab,
         layers=found.layers,
         width=found.width,
         heads=found.heads,
-        hidden=hidden,
         norm_eps=found.norm_eps,
         rope_theta=found.rope_theta,
         tied="output.weight" not in names,
@@ -93,7 +93,7 @@ def gguf_architecture(fields: Fields) -> str:
     Raises:
         UnsupportedError: for one that the decoder cannot run.
     """
-    architecture = converted(fields, _Architecture, _WHERE).name
+    architecture = converted(fields, _Architecture, WHERE).name
     if architecture not in ARCHITECTURES:
         raise UnsupportedError(
             f"the GGUF file's architecture is {architecture!r}, which the decoder cannot run; "
@@ -112,133 +112,7 @@ class _Architecture(msgspec.Struct):
     name: str = msgspec.field(name="general.architecture")
 
 
-class _Gguf(msgspec.Struct):
-    """The metadata that configurations read."""
-
-    width: Positive
-    heads: Positive
-    layers: Positive
-    context: Positive
-    norm_eps: Number
-    extra_layers: Count = 0
-    hidden: Positive | None = None
-    kv_heads: Positive | None = None
-    head_dim: Positive | None = None
-    value_length: Positive | None = None
-    rope_theta: Number = 10_000.0
-    window_rope_theta: Number = 10_000.0
-    rotary_dim: Positive | None = None
-    scaling: str | None = None
-    scaling_factor: Number | None = None
-    old_scaling_factor: Number | None = None
-    original_context: Positive | None = None
-    attention_factor: Number | None = None
-    beta_fast: Number = 32.0
-    beta_slow: Number = 1.0
-    yarn_log_multiplier: float = 0.0
-    vocab: Positive | None = None
-    tokens: list[str] = []
-    experts: Count = 0
-    active: Positive | None = None
-    expert_hidden: Positive | None = None
-    shared_hidden: Count = 0
-    shared: Count = 0
-    expert_scale: Number = 1.0
-    normalized: bool = False
-    scores: Count = 0
-    groups: Count = 0
-    active_groups: Count = 0
-    rank: Positive | None = None
-    query_rank: Count = 0
-    split_key_length: Positive | None = None
-    split_value_length: Positive | None = None
-    temperature_scale: float = 0.0
-    interval: Positive = 4
-    conv_kernel: Positive | None = None
-    state_size: Positive | None = None
-    group_count: Positive | None = None
-    time_step_rank: Positive | None = None
-    inner_size: Positive | None = None
-    window: Count | None = None
-    window_pattern: Positive | list[bool] | None = None
-    attention_cap: float = 0.0
-    logit_cap: float = 0.0
-    attention_scale: float = 0.0
-    embed_scale: Number = 1.0
-    residual_scale: Number = 1.0
-    logit_divisor: Number = 1.0
-
-
-_SIGMOID = 2  # expert_gating_func: 1 is softmax
-
-_KEYS = {
-    "width": "embedding_length",
-    "heads": "attention.head_count",
-    "layers": "block_count",
-    "extra_layers": "nextn_predict_layers",
-    "context": "context_length",
-    "norm_eps": "attention.layer_norm_rms_epsilon",
-    "hidden": "feed_forward_length",
-    "kv_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "value_length": "attention.value_length",
-    "rope_theta": "rope.freq_base",
-    "window_rope_theta": "rope.freq_base_swa",
-    "rotary_dim": "rope.dimension_count",
-    "scaling": "rope.scaling.type",
-    "scaling_factor": "rope.scaling.factor",
-    "old_scaling_factor": "rope.scale_linear",
-    "original_context": "rope.scaling.original_context_length",
-    "attention_factor": "rope.scaling.attn_factor",
-    "beta_fast": "rope.scaling.yarn_beta_fast",
-    "beta_slow": "rope.scaling.yarn_beta_slow",
-    "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
-    "vocab": "vocab_size",
-    "experts": "expert_count",
-    "active": "expert_used_count",
-    "expert_hidden": "expert_feed_forward_length",
-    "shared_hidden": "expert_shared_feed_forward_length",
-    "shared": "expert_shared_count",
-    "expert_scale": "expert_weights_scale",
-    "normalized": "expert_weights_norm",
-    "scores": "expert_gating_func",
-    "groups": "expert_group_count",
-    "active_groups": "expert_group_used_count",
-    "rank": "attention.kv_lora_rank",
-    "query_rank": "attention.q_lora_rank",
-    "split_key_length": "attention.key_length_mla",
-    "split_value_length": "attention.value_length_mla",
-    "temperature_scale": "attention.temperature_scale",
-    "interval": "full_attention_interval",
-    "conv_kernel": "ssm.conv_kernel",
-    "state_size": "ssm.state_size",
-    "group_count": "ssm.group_count",
-    "time_step_rank": "ssm.time_step_rank",
-    "inner_size": "ssm.inner_size",
-    "window": "attention.sliding_window",
-    "window_pattern": "attention.sliding_window_pattern",
-    "attention_cap": "attn_logit_softcapping",
-    "logit_cap": "final_logit_softcapping",
-    "attention_scale": "attention.scale",
-    "embed_scale": "embedding_scale",
-    "residual_scale": "residual_scale",
-    "logit_divisor": "logit_scale",
-}
-"""The key of each field of `_Gguf`, after the architecture."""
-
-
-@functools.cache
-def _schema(architecture: str) -> Any:
-    """`_Gguf` as the schema of an architecture's keys."""
-    names = {field: f"{architecture}.{key}" for field, key in _KEYS.items()} | {"tokens": "tokenizer.ggml.tokens"}
-    fields: list[Any] = []
-    for field in msgspec.structs.fields(_Gguf):
-        option: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}
-        fields.append((field.name, field.type, msgspec.field(name=names[field.name], **option)))
-    return msgspec.defstruct("Gguf", fields)
-
-
-def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | None:
+def _scaling(architecture: str, found: GGUFMetadata, names: Tensors) -> RopeScaling | None:
     """The scaling of rotary frequencies. A factor without a type is linear, as in llama.cpp.
 
     Factors that are a tensor divide the frequencies, and a linear factor divides them again.
@@ -249,24 +123,24 @@ def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | N
     stored = [name for name in ("rope_freqs.weight", "rope_factors_long.weight") if name in names]
     again = 1.0 if factor is None or kind == "none" else factor
     if stored:
-        refuse_unless(kind, ("none", "linear", "longrope"), key, f"{_WHERE} with {stored[0]}")
+        refuse_unless(kind, ("none", "linear", "longrope"), key, f"{WHERE} with {stored[0]}")
     if "rope_freqs.weight" in names:
         factors = _factors(names, "rope_freqs.weight", again)
         return LongRope(factors, factors, found.context, 1.0)
     if "rope_factors_long.weight" in names:
         short, long = (_factors(names, f"rope_factors_{length}.weight", again) for length in ("short", "long"))
         return LongRope(short, long, original, found.attention_factor or 1.0)
-    refuse_unless(kind, ("none", "linear", "yarn"), key, _WHERE)
+    refuse_unless(kind, ("none", "linear", "yarn"), key, WHERE)
     if kind == "none":
         return None
     if factor is None:
-        raise QuantError(f"{_WHERE} has {key} = {kind!r}, but no '{architecture}.rope.scaling.factor'")
+        raise QuantError(f"{WHERE} has {key} = {kind!r}, but no '{architecture}.rope.scaling.factor'")
     if kind == "linear":
         return Linear(factor)
     # 1 is llama.cpp's default, and converters of OLMo 3 write YaRN's own gain.
     if not any(math.isclose(found.attention_factor or 1.0, known, rel_tol=1e-5) for known in (1.0, yarn_gain(factor))):
         raise UnsupportedError(
-            f"{_WHERE} has {architecture}.rope.scaling.attn_factor = {found.attention_factor!r} of YaRN; supported is 1.0"
+            f"{WHERE} has {architecture}.rope.scaling.attn_factor = {found.attention_factor!r} of YaRN; supported is 1.0"
         )
     truncate = architecture != "gpt-oss"  # which was trained without rounding the ends of the ramp
     gain = 1.0 if found.yarn_log_multiplier else 0.0
@@ -283,40 +157,47 @@ def _factors(names: Tensors, name: str, again: float) -> tuple[float, ...]:
     return tuple(again * float(x) for x in np.asarray(value, np.float64))
 
 
-def _experts(architecture: str, found: _Gguf, names: Tensors) -> Experts | None:
+def _experts(architecture: str, found: GGUFMetadata, names: Tensors) -> Experts | None:
     """The mixture of experts, whose matrices a GGUF file stacks."""
     if not found.experts:
         return None
     if found.active is None:
-        raise QuantError(f"{_WHERE} lacks the field '{architecture}.expert_used_count'")
+        raise QuantError(f"{WHERE} lacks the field '{architecture}.expert_used_count'")
     layers = tuple(i for i in range(found.layers) if f"blk.{i}.ffn_down_exps.weight" in names)
     if not layers:
-        raise UnsupportedError(f"{_WHERE} has experts, but the file has no 'blk.0.ffn_down_exps.weight'")
+        raise UnsupportedError(f"{WHERE} has experts, but the file has no 'blk.0.ffn_down_exps.weight'")
     hidden = found.expert_hidden or found.hidden
-    assert hidden is not None
+    if not isinstance(hidden, int):
+        raise QuantError(f"{WHERE} lacks the field '{architecture}.expert_feed_forward_length'")
     settings: dict[str, Any] = {
         "normalized": architecture not in ("qwen2moe", "olmoe"),
         "shared_hidden": found.shared_hidden,
     }
     if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2"):
         settings = _routed_experts(architecture, found, hidden)
+    if architecture == "gemma4":
+        settings |= {"beside_dense": True, "router_scale": "blk.0.ffn_down_exps.scale" in names}
+    is_joined = "blk.0.ffn_gate_up_exps.weight" in names
     return Experts(
         found.experts,
         found.active,
         hidden,
         layers=layers if len(layers) < found.layers else (),
         bias="blk.0.ffn_gate_inp.bias" in names,
-        layout="stacked",
+        layout="joined" if is_joined else "stacked",
         **settings,
     )
 
 
-def _routed_experts(architecture: str, found: _Gguf, hidden: int) -> dict[str, Any]:
+_SIGMOID = 2  # expert_gating_func: 1 is softmax
+
+
+def _routed_experts(architecture: str, found: GGUFMetadata, hidden: int) -> dict[str, Any]:
     """The fields of DeepSeek's experts, and of those after them.
 
     Files of DeepSeek-V2 may not say that scores are softmax probabilities, nor those of GLM that they are sigmoids.
     """
-    refuse_unless(found.scores, (0, 1, 2), f"{architecture}.expert_gating_func", _WHERE)
+    refuse_unless(found.scores, (0, 1, 2), f"{architecture}.expert_gating_func", WHERE)
     scores = found.scores or (_SIGMOID if architecture == "glm4moe" else 1)
     return {
         "normalized": found.normalized or architecture == "minimax-m2",
@@ -329,14 +210,14 @@ def _routed_experts(architecture: str, found: _Gguf, hidden: int) -> dict[str, A
     }
 
 
-def _llama(found: _Gguf) -> dict[str, Any]:
+def _llama(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {"rope": "interleaved"}
 
 
 _EXAONE_WITH_WINDOWS = 64
 
 
-def _exaone4(found: _Gguf) -> dict[str, Any]:
+def _exaone4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """EXAONE 4. llama.cpp has windows where there are 64 layers, and then no rotary embedding in the layers without one."""
     fields: dict[str, Any] = {"norms": "post", "qk_norm": "head"}
     if found.layers != _EXAONE_WITH_WINDOWS:
@@ -346,19 +227,23 @@ def _exaone4(found: _Gguf) -> dict[str, Any]:
     return {**fields, **windows, "nope_layers": tuple(i for i in range(found.layers) if i not in has_window)}
 
 
-def _glm4(found: _Gguf) -> dict[str, Any]:
+def _glm4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {"rope": "interleaved", "norms": "sandwich", "fused_mlp": True}
 
 
-def _projection_norms(found: _Gguf) -> dict[str, Any]:
+def _glm4moe(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    return {"qk_norm": "head" if "blk.0.attn_q_norm.weight" in names else "none"}
+
+
+def _projection_norms(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {"qk_norm": "projection"}
 
 
-def _smollm3(found: _Gguf) -> dict[str, Any]:
+def _smollm3(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {"rope": "interleaved", "nope_layers": tuple(range(3, found.layers, 4))}
 
 
-def _granite(found: _Gguf) -> dict[str, Any]:
+def _granite(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {
         "rope": "interleaved",
         "attention_scale": found.attention_scale,
@@ -368,71 +253,143 @@ def _granite(found: _Gguf) -> dict[str, Any]:
     }
 
 
-def _plain(found: _Gguf) -> dict[str, Any]:
+def _plain(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {}
 
 
-def _qwen3(found: _Gguf) -> dict[str, Any]:
+def _qwen3(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {"qk_norm": "head"}
 
 
-def _olmo2(found: _Gguf) -> dict[str, Any]:
+def _olmo2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """OLMo 2, and OLMo 3, which has windows. Rotary frequencies are not scaled in the layers that have them."""
     fields = {"norms": "post", "qk_norm": "projection", **_windows(found, 4)}
     return fields | {"window_rope_theta": found.rope_theta if found.window else 0.0}
 
 
-def _phi3(found: _Gguf) -> dict[str, Any]:
+def _phi3(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {"fused": True, "window": found.window or 0}
 
 
-def _gemma(found: _Gguf) -> dict[str, Any]:
+def _gemma(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """The fields of every Gemma: converters have added 1 to the gains of norms."""
     return {"activation": "gelu_tanh", "embed_scale": found.width**0.5}
 
 
-def _scaled_gemma(found: _Gguf, largest: int) -> dict[str, Any]:
+def _scaled_gemma(found: GGUFMetadata, names: Tensors, largest: int) -> dict[str, Any]:
     """The fields of Gemma 2 and 3."""
     head_dim = found.head_dim or found.width // found.heads
     if found.layers == largest:  # the 27B models, as in llama.cpp: query_pre_attn_scalar is not in the file
         head_dim = found.width // found.heads
-    return {**_gemma(found), "norms": "sandwich", "attention_scale": head_dim**-0.5, "logit_cap": found.logit_cap}
+    return {**_gemma(found, names), "norms": "sandwich", "attention_scale": head_dim**-0.5, "logit_cap": found.logit_cap}
 
 
-def _gemma2(found: _Gguf) -> dict[str, Any]:
+def _gemma2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     if found.window is None:
         found = msgspec.structs.replace(found, window=4096)  # llama.cpp's default, as those of the caps
     caps = {"attention_cap": found.attention_cap or 50.0, "logit_cap": found.logit_cap or 30.0}
-    return {**_scaled_gemma(found, 46), **_windows(found, 2), **caps}
+    return {**_scaled_gemma(found, names, 46), **_windows(found, 2), **caps}
 
 
-def _gemma3(found: _Gguf) -> dict[str, Any]:
+def _gemma3(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {
-        **_scaled_gemma(found, 62),
+        **_scaled_gemma(found, names, 62),
         **_windows(found, 6),
         "qk_norm": "head",
         "window_rope_theta": found.window_rope_theta,
     }
 
 
-def _gpt_oss(found: _Gguf) -> dict[str, Any]:
+def _gemma4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    """Gemma 4, whose layers with a sliding window have other heads than those without. Gains are stored as they are."""
+    if found.head_dim is None or found.window_head_dim is None:
+        raise QuantError(f"{WHERE} lacks 'gemma4.attention.key_length' or 'gemma4.attention.key_length_swa'")
+    same = {"attention.value_length_swa": found.window_value_length, "rope.dimension_count_swa": found.window_rotary_dim}
+    for key, size in same.items():
+        refuse_unless(size or found.window_head_dim, (found.window_head_dim,), f"gemma4.{key}", WHERE)
+    windows, own = _windows(found, 6), found.layers - found.shared_layers
+    with_window = windows.get("window_layers")
+    if not with_window or own < 1:
+        raise UnsupportedError(f"{WHERE} is not of layers with and without a sliding window, keys and values of their own")
+    without = [i for i in range(found.layers) if i not in with_window]
+    kv_heads = _by_layer(found.kv_heads or found.heads, found.layers, "gemma4.attention.head_count_kv")
+    hidden = _by_layer(found.hidden or 0, found.layers, "gemma4.feed_forward_length")
+    sizes = ([kv_heads[i] for i in with_window], [kv_heads[i] for i in without], hidden[:own], hidden[own:] or hidden[:own])
+    if any(len(set(one)) > 1 for one in sizes):
+        raise UnsupportedError(f"{WHERE} has heads or feed-forward blocks of other sizes in layers of one kind")
+    window_heads, full_heads, of_own, of_shared = (one[0] for one in sizes)
+    keys_are_values = not any(f"blk.{i}.attn_v.weight" in names for i in without)
+    full = FullAttention(full_heads, found.head_dim, keys_are_values)
+    alike = full == FullAttention(window_heads, found.window_head_dim)
+    shared = SharedKeys(found.shared_layers, 0 if of_shared == of_own else of_shared) if found.shared_layers else None
+    return {
+        **_gemma(found, names),
+        **windows,
+        "window_rope_theta": found.window_rope_theta,
+        "rope_scaling": _of_pairs(_scaling("gemma4", found, names)),
+        "head_dim": found.window_head_dim,
+        "kv_heads": window_heads,
+        "hidden": of_own,
+        "full": None if alike else full,
+        "shared_keys": shared,
+        "per_layer": PerLayerInputs(len(found.tokens) or found.vocab or 0, found.input_width) if found.input_width else None,
+        "norms": "sandwich",
+        "attention_scale": 1.0,
+        "qk_norm": "head",
+        "value_norm": True,
+        "layer_scale": "blk.0.layer_output_scale.weight" in names,
+        "logit_cap": found.logit_cap,
+    }
+
+
+_NO_ROTATION = 1e29
+"""Factors of frequencies from here on stand for pairs that do not rotate; llama.cpp's converter writes 1e30."""
+
+
+def _of_pairs(scaling: RopeScaling | None) -> RopeScaling | None:
+    """The scaling of factors by which the first pairs of coordinates rotate alike and the others do not."""
+    if not isinstance(scaling, LongRope):
+        return scaling
+    pairs, factor = sum(one < _NO_ROTATION for one in scaling.long), scaling.long[0]
+    if scaling.long[:pairs] != (factor,) * pairs:
+        return scaling
+    if pairs < len(scaling.long):
+        return Proportional(pairs, factor)
+    return None if factor == 1 else Linear(factor)
+
+
+def _of_all_layers(sizes: int | list[int], key: str) -> int:
+    """The size of every layer; the file may list it for each."""
+    if isinstance(sizes, int):
+        return sizes
+    refuse_unless(len(set(sizes)), (1,), f"number of different {key}", WHERE)
+    return sizes[0]
+
+
+def _by_layer(sizes: int | list[int], layers: int, key: str) -> list[int]:
+    """The size of each layer; the file may have one for all."""
+    sizes = [sizes] * layers if isinstance(sizes, int) else sizes
+    if len(sizes) != layers:
+        raise QuantError(f"{WHERE} has {key} of {len(sizes)} layers; expected {layers}")
+    return sizes
+
+
+def _gpt_oss(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     if found.window is None:
-        raise QuantError(f"{_WHERE} lacks the field 'gpt-oss.attention.sliding_window'")
+        raise QuantError(f"{WHERE} lacks the field 'gpt-oss.attention.sliding_window'")
     return {"sinks": True, "activation": "clamped_swiglu", **_windows(found, 2)}
 
 
-def _deepseek2(found: _Gguf) -> dict[str, Any]:
+def _deepseek2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """Latent attention. Files since April 2025 have `kv_b` in two parts, and the sizes of heads in keys of their own."""
     if found.rank is None or found.rotary_dim is None:
         missing = "attention.kv_lora_rank" if found.rank is None else "rope.dimension_count"
-        raise QuantError(f"{_WHERE} lacks the field 'deepseek2.{missing}'")
-    refuse_unless(found.temperature_scale, (0.0,), "deepseek2.attention.temperature_scale", _WHERE)
+        raise QuantError(f"{WHERE} lacks the field 'deepseek2.{missing}'")
+    refuse_unless(found.temperature_scale, (0.0,), "deepseek2.attention.temperature_scale", WHERE)
     split = found.split_key_length is not None
     head_dim, value_dim = found.split_key_length or found.head_dim, found.split_value_length or found.value_length
     if head_dim is None or value_dim is None:
-        raise QuantError(
-            f"{_WHERE} lacks the lengths of keys or values, 'deepseek2.attention.key_length' and 'value_length'"
-        )
+        raise QuantError(f"{WHERE} lacks the lengths of keys or values, 'deepseek2.attention.key_length' and 'value_length'")
     fields = {
         "kv_heads": found.heads,
         "head_dim": head_dim,
@@ -445,22 +402,22 @@ def _deepseek2(found: _Gguf) -> dict[str, Any]:
     # As llama.cpp reads it: 0.1 times YaRN's mscale_all_dim.
     all_dims = round(found.yarn_log_multiplier / 0.1, 6)
     if not all_dims:
-        raise UnsupportedError(f"{_WHERE} has deepseek2.rope.scaling.type = 'yarn', but no 'yarn_log_multiplier'")
+        raise UnsupportedError(f"{WHERE} has deepseek2.rope.scaling.type = 'yarn', but no 'yarn_log_multiplier'")
     gain = yarn_gain(found.scaling_factor or found.old_scaling_factor or 1.0, all_dims)
     return fields | {"attention_scale": head_dim**-0.5 * gain**2}
 
 
-def _hybrid(found: _Gguf, architecture: str) -> dict[str, Any]:
+def _hybrid(found: GGUFMetadata, names: Tensors, architecture: str) -> dict[str, Any]:
     """Qwen3-Next and Qwen3.5: linear attention in all but every n-th layer, and a gate in the others. The 1 of gains is added."""
     sizes = {
         name: getattr(found, name) for name in ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
     }
     for name, size in sizes.items():
         if size is None:
-            raise QuantError(f"{_WHERE} lacks the field '{architecture}.{_KEYS[name]}'")
+            raise QuantError(f"{WHERE} lacks the field '{architecture}.{KEYS[name]}'")
     keys, values, key_dim, inner, kernel = sizes.values()
     if inner % values:
-        raise QuantError(f"{_WHERE} has {architecture}.ssm.inner_size = {inner}, which {values} heads do not divide")
+        raise QuantError(f"{WHERE} has {architecture}.ssm.inner_size = {inner}, which {values} heads do not divide")
     layers = tuple(i for i in range(found.layers) if (i + 1) % found.interval)
     linear = None
     if layers:
@@ -469,7 +426,7 @@ def _hybrid(found: _Gguf, architecture: str) -> dict[str, Any]:
     return {"qk_norm": "head", "attention_gate": True, "linear": linear}
 
 
-def _windows(found: _Gguf, period: int) -> dict[str, Any]:
+def _windows(found: GGUFMetadata, period: int) -> dict[str, Any]:
     """The layers with the sliding window: those of the file's pattern, or all but each `period`-th."""
     if not found.window:
         return {}
@@ -477,14 +434,14 @@ def _windows(found: _Gguf, period: int) -> dict[str, Any]:
     if isinstance(pattern, int):
         pattern = [bool((i + 1) % pattern) for i in range(found.layers)]
     if len(pattern) != found.layers:
-        raise QuantError(f"{_WHERE} has a 'sliding_window_pattern' of {len(pattern)} layers; expected {found.layers}")
+        raise QuantError(f"{WHERE} has a 'sliding_window_pattern' of {len(pattern)} layers; expected {found.layers}")
     layers = tuple(i for i, has_window in enumerate(pattern) if has_window)
     if not layers:
         return {}
     return {"window": found.window, "window_layers": layers if len(layers) < found.layers else ()}
 
 
-ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _plain,
     "qwen3": _qwen3,
@@ -494,6 +451,7 @@ ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "phi3": _phi3,
     "olmo2": _olmo2,
     "olmoe": _projection_norms,
@@ -501,7 +459,7 @@ ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
     "exaone4": _exaone4,
     "ernie4_5": _llama,
     "glm4": _glm4,
-    "glm4moe": _plain,
+    "glm4moe": _glm4moe,
     "dots1": _qwen3,
     "minimax-m2": _projection_norms,
     "smollm3": _smollm3,

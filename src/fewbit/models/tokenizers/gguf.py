@@ -1,7 +1,8 @@
 """Tokenizers in the metadata of GGUF files.
 
 Byte-level BPE, llama.cpp's kind "gpt2", has a list of merges and the name of its rule for splitting text. BPE of SentencePiece, its
-kind "llama", has a score for each token: two neighbours are merged if their concatenation is a token, the highest score first.
+kind "llama", has a score for each token: two neighbours are merged if their concatenation is a token, the highest score first. Its kind
+"gemma4" has a list of merges for the same pieces, and joins none across the end of a line.
 
 Reference: llama.cpp, src/llama-vocab.cpp.
 """
@@ -53,11 +54,11 @@ _ENDS = {
 
 
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
-    """Reads the tokenizer of a GGUF file: byte-level BPE or BPE of SentencePiece.
+    """Reads the tokenizer of a GGUF file: byte-level BPE, BPE of SentencePiece or that of Gemma 4.
 
     Text is split as llama.cpp does, at control and user-defined tokens first. Tokens of SentencePiece with equal scores are
     merged in the order of their ids; llama.cpp merges the leftmost. Without `add_bos_token` those begin a text with the
-    beginning-of-text token that do in llama.cpp: SentencePiece, Llama 3 and Tekken. A generation ends at the end-of-text,
+    beginning-of-text token that do in llama.cpp: SentencePiece, Llama 3 and Tekken; Gemma 4 always does. A generation ends at the end-of-text,
     end-of-turn and end-of-message tokens, and at control tokens that llama.cpp knows by their text, as `<|im_end|>`.
 
     Args:
@@ -74,20 +75,27 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     kind = converted(fields, _Kind, _WHERE)
     if kind.model == "gpt2":
         rule = _rule(kind.pre)
-        found = converted(fields, _ByteLevel, _WHERE)
+        found = converted(fields, _Merged, _WHERE)
         backend = _byte_level(found, rule, ignore_merges=kind.pre in _WHOLE_WORDS)
     elif kind.model == "llama":
         found = converted(fields, _SentencePiece, _WHERE)
-        backend = _sentencepiece(found)
+        merges = merges_by_score(_finite_scores(found))
+        backend = _sentencepiece(found, merges, adds_space=found.adds_space)
+    elif kind.model == "gemma4":
+        found = converted(fields, _Merged, _WHERE)
+        backend = _sentencepiece(found, _merges(found), adds_space=False)
+        backend.pre_tokenizer = tokenizers_package().pre_tokenizers.Split(tokenizers_package().Regex("\n+"), "isolated")
     else:
         raise UnsupportedError(
-            f"the GGUF file's tokenizer is of kind {kind.model!r}; supported are byte-level BPE ('gpt2') and BPE of "
-            "SentencePiece ('llama')"
+            f"the GGUF file's tokenizer is of kind {kind.model!r}; supported are byte-level BPE ('gpt2'), BPE of "
+            "SentencePiece ('llama') and 'gemma4'"
         )
     _add_tokens(backend, found)
     stop_ids = _stop_ids(found)
     adds_start = found.adds_start
-    if adds_start is None:
+    if kind.model == "gemma4":
+        adds_start = True
+    elif adds_start is None:
         adds_start = kind.model == "llama" or kind.pre in _WHOLE_WORDS
     if found.start is None:
         return Tokenizer(backend, stop_ids, found.template)
@@ -107,11 +115,10 @@ def _rule(pre: str) -> tuple[str, ...]:
     return rules[name]
 
 
-def _byte_level(found: "_ByteLevel", rule: tuple[str, ...], *, ignore_merges: bool) -> Any:
+def _byte_level(found: "_Merged", rule: tuple[str, ...], *, ignore_merges: bool) -> Any:
     """The backend of a byte-level BPE."""
     hf, vocab = tokenizers_package(), _vocab(found)
-    merges = [checked_merge(m.split(" "), vocab, f"tokenizer.ggml.merges[{i}]") for i, m in enumerate(found.merges)]
-    backend = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
+    backend = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=_merges(found), ignore_merges=ignore_merges))
     steps = hf.pre_tokenizers
     if rule[-1] == "bytes":
         before = [steps.Digits(individual_digits=True)] if "digits" in rule else []
@@ -124,20 +131,30 @@ def _byte_level(found: "_ByteLevel", rule: tuple[str, ...], *, ignore_merges: bo
     return backend
 
 
-def _sentencepiece(found: "_SentencePiece") -> Any:
-    """The backend of a BPE of SentencePiece."""
-    hf, vocab = tokenizers_package(), _vocab(found)
+def _merges(found: "_Merged") -> list[tuple[str, str]]:
+    """The merges of a list, in order."""
+    vocab = _vocab(found)
+    return [checked_merge(m.split(" "), vocab, f"tokenizer.ggml.merges[{i}]") for i, m in enumerate(found.merges)]
+
+
+def _finite_scores(found: "_SentencePiece") -> dict[str, float]:
+    """The scores by token."""
     if len(found.scores) != len(found.tokens):
         raise QuantError(f"{_WHERE} has {len(found.tokens)} tokens and {len(found.scores)} scores")
     if not all(map(math.isfinite, found.scores)):
         raise QuantError(f"{_WHERE} has scores that are not finite; the file is damaged")
-    merges = merges_by_score(dict(zip(found.tokens, found.scores, strict=True)))
+    return dict(zip(found.tokens, found.scores, strict=True))
+
+
+def _sentencepiece(found: "_Vocabulary", merges: list[tuple[str, str]], *, adds_space: bool) -> Any:
+    """The backend of a BPE of SentencePiece."""
+    hf, vocab = tokenizers_package(), _vocab(found)
     unknown = next((token for token, kind in found.pairs() if kind == _UNKNOWN), None)
     model = hf.models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = hf.Tokenizer(model)
     normalizers = [hf.normalizers.Replace(" ", _SPACE)]
     decoders = [hf.decoders.Replace(_SPACE, " "), hf.decoders.ByteFallback(), hf.decoders.Fuse()]
-    if found.adds_space:
+    if adds_space:
         normalizers.insert(0, hf.normalizers.Prepend(_SPACE))
         decoders.append(hf.decoders.Strip(" ", 1, 0))
     backend.normalizer = hf.normalizers.Sequence(normalizers)
@@ -220,8 +237,8 @@ class _Vocabulary(msgspec.Struct, kw_only=True):
         return zip(self.tokens, self.kinds, strict=True)
 
 
-class _ByteLevel(_Vocabulary, kw_only=True):
-    """The JSON schema of a byte-level BPE."""
+class _Merged(_Vocabulary, kw_only=True):
+    """The JSON schema of a BPE with a list of merges."""
 
     merges: list[str] = msgspec.field(name="tokenizer.ggml.merges")
 

@@ -14,6 +14,7 @@ from ...io.gguf.architectures import ARCHITECTURES
 from ...io.gguf.blocks import why_not as why_not
 from ...io.gguf.conversion import Conversion, applies_scale, ignored_scale, is_contracted_first, with_applied_scale
 from ...io.gguf.fields import Field
+from ...io.gguf.gemma4 import target_of_factors, with_expert_factors
 from ...io.gguf.header import read_header
 from ...io.gguf.linear_attention import LinearHeads
 from ...io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
@@ -223,17 +224,25 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
     def name(path: str) -> str:
         return path if path in names or table is None else table.name(path)
 
+    has_factors = any(target_of_factors(name(path)) != name(path) for path in model.info)
+
     def is_applied(target: str) -> bool:
         return scale_name(target) in names or applies_scale(architecture, target)
 
-    def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
+    def each(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         yield from derived.items()
         for path, value in tensors:
             target = name(path)
             tensor = stored(value, f"tensor {target!r}", ternary)
             yield target, with_applied_scale(target, tensor, architecture, is_applied=is_applied(target))
 
-    return _Source(architecture, is_applied, fields, lambda path: (name(path),), converted, header.alignment)
+    def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
+        return with_expert_factors(each(tensors)) if has_factors else each(tensors)
+
+    def targets(path: str) -> tuple[str, ...]:
+        return (target_of_factors(name(path)),)
+
+    return _Source(architecture, is_applied, fields, targets, converted, header.alignment)
 
 
 def _from_hugging_face(
