@@ -99,6 +99,20 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+CASES = pytest.StashKey[collections.Counter[str]]()
+"""How many cases of each test were collected."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks as slow the cases of a test after the n-th one, with `slow_after(n)`."""
+    if (marker := item.get_closest_marker("slow_after")) is not None:
+        name, (cases,) = item.nodeid.partition("[")[0], marker.args
+        counts = item.config.stash.setdefault(CASES, collections.Counter())
+        counts[name] += 1
+        if counts[name] > cases:
+            item.add_marker("slow")
+
+
 @pytest.hookimpl(trylast=True)  # after the markers have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out all but every N-th case of each test, with `--every N`; the first one stays."""

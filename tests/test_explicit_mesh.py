@@ -54,6 +54,7 @@ def on_meshes(fn, *, rtol=1e-6):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("int4_g64", "uint4", "nf4_dq", "nvfp4_16x16", "nvfp4")]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["fp8_block128", "mxfp4", *SLOW])
 def test_quantizing_in_place_gives_what_one_device_gives(name):
     def values(x):

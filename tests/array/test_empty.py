@@ -14,6 +14,7 @@ BACKENDS = ["reference"] + ["cpu"] * (extension("fewbit.kernels.quantize.cpu._qu
 SHAPES = ((0, 64), (4, 0), (0, 0), (0,), (2, 0, 3))
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.finding(40)
 @pytest.mark.parametrize("name", fb.SCHEMES.names())
 def test_every_scheme(name):

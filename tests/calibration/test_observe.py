@@ -95,6 +95,7 @@ def in_pairs(params, x):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0].T.T), None), x, pairs)[0]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("fn", [at_fixed_indices, at_a_counter, in_pairs], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("rule", [MinMaxRange(), EMARange(0.5), PercentileRange(90)], ids=lambda rule: type(rule).__name__)
 def test_layers_at_indices_have_the_statistics_of_a_loop(fn, rule):

@@ -49,6 +49,7 @@ def scanned(params, x):
     return jnp.tanh(x @ params["b"]) @ params["c"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "fn", [chain, used_again, transposed_early, read_early, scanned, pytest.param(jax.jit(chain), id="one_jit")]
 )

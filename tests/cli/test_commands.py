@@ -132,6 +132,7 @@ def test_quantize_as_json(model, tmp_path):
     assert any("fewbit generate" in line for line in form["commands"])
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_quantize_by_a_method(model, tmp_path):
     calibration = ["--calibration-text", text_file(tmp_path), "--calibration-windows", 4, "--calibration-window", 16]
@@ -149,6 +150,7 @@ def test_quantize_by_a_method(model, tmp_path):
     )
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_an_importance_matrix(model, tmp_path):
     """Written, and used; what goes with it is refused."""
@@ -172,6 +174,7 @@ def test_an_importance_matrix(model, tmp_path):
     assert "measured without a rotation, which changes the inputs" in run(*quantize, "imatrix", "--rotate", status=2).stderr
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_quantize_with_scaled_inputs(model, tmp_path):
     calibration = ["--calibration-text", text_file(tmp_path), "--calibration-windows", 2, "--calibration-window", 8]
@@ -186,6 +189,7 @@ def test_quantize_with_scaled_inputs(model, tmp_path):
     assert "awq changes the weights; plan with --method rtn or gptq" in refused
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_a_plan_for_a_number_of_bits(model, tmp_path, monkeypatch):
     monkeypatch.setattr("fewbit.cli.quantize_report.SENSITIVITY_WINDOWS", 8)

@@ -294,6 +294,7 @@ def test_every_rule_has_a_row_that_says_so():
     assert not set(RULES) & {*DECODED, *NEVER}
 
 
+@pytest.mark.slow_after(7)
 @rows(QUANTIZED)
 def test_what_stays_quantized(name, w):
     found, expected = fb.transparent(QUANTIZED[name])(w), QUANTIZED[name](fb.dequantize(w))
@@ -302,6 +303,7 @@ def test_what_stays_quantized(name, w):
         np.testing.assert_array_equal(fb.dequantize(got), want)
 
 
+@pytest.mark.slow_after(4)
 @rows(COMPUTED)
 def test_what_is_computed(name, w):
     piece = COMPUTED[name]

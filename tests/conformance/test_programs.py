@@ -310,6 +310,7 @@ def cases(seeds):
     return pytest.mark.parametrize("seed", seeds, ids=lambda seed: f"{seed}-{Program.of(seed).scheme}")
 
 
+@pytest.mark.slow_after(1)
 @cases(QUICK)
 def test_a_program_computes_what_it_does_on_decoded_parameters(seed):
     check(Program.of(seed), is_eager=seed == 0)
@@ -342,6 +343,7 @@ FOUND = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
 def test_programs_that_once_failed(program):
     check(program)

@@ -242,6 +242,7 @@ def test_quantizing_again_changes_nothing(name: str):
         np.testing.assert_allclose(again.scale, each["normal"].scale, rtol=2.0**-22)
 
 
+@pytest.mark.slow_after(5)
 @each_scheme
 def test_stacked_slices_are_the_arrays_themselves(name: str):
     stacked, dense, _ = laws.results(name)

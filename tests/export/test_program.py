@@ -30,6 +30,7 @@ def exported(fn, *args, **options):
     return export.deserialize(export.export(jax.jit(fn), **options)(*args).serialize())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scheme", ["int4_g64", "nf4_dq", "nvfp4", "uint4_g64", "ternary"])
 def test_a_program_takes_and_returns_quantized_arrays(scheme):
     def program(x, q):

@@ -357,6 +357,7 @@ SUBJECTS = {
 }
 
 
+@pytest.mark.slow_after(2)
 @needs_tokenizers
 @pytest.mark.finding(17, 18)
 @pytest.mark.usefixtures("unchecked")

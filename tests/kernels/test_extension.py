@@ -90,6 +90,7 @@ def test_a_module_of_other_sources_is_stale(monkeypatch, tmp_path):
     assert "setup.py build_ext --inplace" in str(found.missing)
 
 
+@pytest.mark.slow
 def test_the_instruction_set_can_be_limited():
     program = f"from fewbit.kernels.extension import extension; print(*(extension(n).isa for n in {extension.EXTENSIONS}))"
     order = ("portable", "avx2", "avxvnni", "avx512", "amx")

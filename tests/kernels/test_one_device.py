@@ -31,6 +31,7 @@ def outcomes() -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.finding(36)
 @pytest.mark.parametrize("name", CHECKS)
 def test_it_is_taken_unasked(outcomes: dict[str, str], name: str):

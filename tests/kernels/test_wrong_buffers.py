@@ -179,6 +179,7 @@ each_call = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.finding(4)
 @each_call
 def test_a_cut_buffer_is_refused(call: Call):

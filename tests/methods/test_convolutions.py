@@ -62,6 +62,7 @@ def test_a_convolution_is_the_product_of_its_observed_patches(layout, shape, opt
     np.testing.assert_allclose(stats.squares.reshape(groups, -1), jnp.diagonal(hessian, axis1=1, axis2=2), rtol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @EACH
 @pytest.mark.parametrize(
     "method",

@@ -106,6 +106,7 @@ def test_scales_of_tiles_are_those_of_the_published_algorithm():
 FAST = ("int4_g64", "nf4", "nvfp4", "q4_1", "ternary", "nf4_dq", "fp8_tensor")
 
 
+@pytest.mark.slow_after(1)
 @each_scheme(FAST)
 def test_less_error_than_rounding_for_every_scheme(name):
     w, x = weight(N, K), inputs()
@@ -116,6 +117,7 @@ def test_less_error_than_rounding_for_every_scheme(name):
     assert output_error(q, w, x) < 0.9 * output_error(start, w, x)
 
 
+@pytest.mark.slow
 def test_every_layout():
     """`[in, out]`, several contracted axes, experts with a Hessian each, a short last tile, tiles of rows."""
     x = inputs()

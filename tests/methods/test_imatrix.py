@@ -29,6 +29,7 @@ def weighted_error(q, w, squares) -> float:
     return float((np.square(error) * np.asarray(squares, np.float64)).sum())
 
 
+@pytest.mark.slow_after(1)
 @each_scheme(FAST)
 def test_no_more_weighted_error_than_rounding_for_every_scheme(name):
     """Each tile keeps its own scale where that is better; 2**-10 is for scales that are quantized themselves."""

@@ -47,6 +47,7 @@ def test_parameters_of_one_input_go_together_in_the_order_of_their_use():
         assert input_groups(chain, CHAIN, (BATCHES[0],), sorted(CHAIN)) == [["gate", "up"], ["down"], ["out"]]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("method", [GPTQ(), QEP()], ids=lambda method: method.name)
 def test_each_group_sees_the_model_as_it_is_quantized_so_far(method):
     """What a user would do by hand: observe, quantize one group, observe again."""
@@ -148,6 +149,7 @@ BIASED = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["rtn", "gptq", "qep"])
 def test_a_corrected_bias_leaves_the_mean_of_the_outputs_as_it_was(name):
     """That of the quantized model's own inputs: mean outputs over the calibration are the float ones, after any nonlinearity."""
@@ -168,6 +170,7 @@ def test_a_corrected_bias_leaves_the_mean_of_the_outputs_as_it_was(name):
         assert (found["c"]["kernel"].codes != plain["c"]["kernel"].codes).any()
 
 
+@pytest.mark.slow
 def test_a_decoder_gets_the_weights_of_the_layer_by_layer_run(tmp_path):
     config = dataclasses.replace(SMALL, layers=2)
     model, data = model_of(config, tmp_path), data_of(config)

@@ -34,6 +34,7 @@ def test_round_trip(shape, axis, hessian, scheme, tile):
     np.testing.assert_array_equal(view.restored_tiles(by_tile), q.scale)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "method", [GPTQ(), AWQ(grid=4), IMatrix(), LearnedRounding(rounds=3)], ids=lambda method: method.name
 )

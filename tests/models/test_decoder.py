@@ -63,6 +63,7 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
     np.testing.assert_allclose(logits, logits_float64(params, tokens, config), **ROUNDING)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "config",
     [

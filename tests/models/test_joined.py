@@ -41,6 +41,7 @@ def test_joined_matrices_compute_what_their_parts_do():
     np.testing.assert_allclose(run(stack_layers(joined), tokens), run(params, tokens), atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "schemes",
     [

@@ -52,6 +52,7 @@ OTHER = dataclasses.replace(
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "config",
     [*CONFIGS.values(), OTHER, LATENT, LINEAR, BY_KEY_HEAD, dataclasses.replace(INTERLEAVED, norms="pre"), SUB_NORMS],
@@ -65,6 +66,7 @@ def test_logits_stay_what_they_are(config: DecoderConfig):
     np.testing.assert_allclose(run(rotated, tokens, rotated_config), run(params, tokens, config), atol=4e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "config",
     [FEATURES, INTERLEAVED, TWO_WIDTHS, SHARED_KEYS],
@@ -99,6 +101,7 @@ ROTATED = {
 
 
 # Both products in every network; one without the other in three.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "products"),
     [

@@ -20,6 +20,7 @@ def normal(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(sum(shape)), shape)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_it_is_an_orthogonal_matrix(length):
     matrix = hadamard(length).astype(np.float64)

@@ -40,6 +40,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("spec", [P("data", None), P("data", "model")], ids=["rows", "both"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_result_lies_where_it_is_asked_to(name, spec):

@@ -38,6 +38,7 @@ def test_experts_that_are_transposed():
         ragged_dot_general(ROWS[:, :8], experts, SIZES, OVER_COLUMNS)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -69,6 +69,7 @@ def test_the_mask_is_not_differentiated():
 SYMMETRIC = [n for n in ALL if fb.SCHEMES[n].zero_point is None and 0.0 in fb.SCHEMES[n].format.values()]
 
 
+@pytest.mark.slow_after(2)
 @schemes(SYMMETRIC, ("int8", "int4_narrow", "nf4", "mxfp4", "fp8_block128", "q4_0", "ternary", "nf4_dq"))
 def test_pruned_weights_quantize_to_exact_zero(name: str):
     w = jnp.asarray(weights(8, 64))

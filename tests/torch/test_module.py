@@ -217,6 +217,7 @@ def test_convolutions_follow_autocast() -> None:
         assert nn.functional.conv1d(torch.randn(1, 4, 9), q).dtype == torch.bfloat16
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
 def test_a_mixture_of_transformers_runs_with_quantized_experts(experts: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -260,6 +261,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_adapters_train_in_distributed_data_parallel(tmp_path) -> None:
     """One process; DDP broadcasts parameters when it is made, which QTensors do not take, so that is left out.
 

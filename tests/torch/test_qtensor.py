@@ -181,6 +181,7 @@ def test_writes_reach_the_parameter_or_are_refused() -> None:
     assert same(p, new) and x.min() == 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_write_that_a_graph_would_lose_is_refused(q: "fbt.QTensor", fullgraph: bool, dynamic: bool) -> None:
@@ -256,6 +257,7 @@ INDEXED = {
 }
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("index", INDEXED)
 def test_indices_are_views_of_the_same_bytes(index: str) -> None:
     w = torch.tensor(np.random.default_rng(0).normal(size=(3, 32, 64)).astype(np.float32))

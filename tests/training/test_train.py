@@ -159,6 +159,7 @@ MOVED = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if "nvfp4" in n else []) for n in MOVED])
 def test_a_weight_that_code_reshapes_or_cuts_has_the_codes_that_are_served(name):
     """Those of the stored array, whose tiles, and nvfp4's one scale for all, were there before its axes were moved."""

@@ -43,6 +43,7 @@ def facts(model, source) -> Report:
     return report([model], source, quality=False)
 
 
+@pytest.mark.slow
 def test_the_manifest_and_the_sizes(facts, model, source):
     one = facts.models[0]
     assert (one.recipe, one.method, one.source) == ("nf4", "rtn", "hf")
@@ -80,6 +81,7 @@ def test_every_quantized_weight_has_a_histogram(facts, model, source):
         assert found.low < found.numbers[0] and found.high > found.numbers[-1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scheme", ["int4", "q4_1", "uint4", "nf4"])
 def test_units_are_those_of_the_codes(scheme):
     x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
@@ -196,6 +198,7 @@ def test_a_source_with_other_parameters(model, source):
         report([], source)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("recorded", "expected"),
     [

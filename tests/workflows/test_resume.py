@@ -50,6 +50,7 @@ def calls(job, out) -> int:
     return deaths.count
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_before_any_call_resumes_with_the_same_bytes(rounding, tmp_path):
     """Every fifth call, and a second death in the run that resumes."""
     job, whole = rounding

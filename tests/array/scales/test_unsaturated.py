@@ -64,6 +64,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.finding(9)
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_element_is_right_on_average_with_any_tile_and_calibration(name: str):

@@ -30,6 +30,7 @@ def models(tmp_path_factory):
     return directory / "nf4", directory / "hf"
 
 
+@pytest.mark.slow
 def test_a_page_of_two_models_with_their_quality(models, tmp_path):
     model, source = models
     out = tmp_path / "r.html"

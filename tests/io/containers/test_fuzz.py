@@ -110,6 +110,7 @@ def outcome(found, arrays, config):
     return [decoded[name] for name in decoded]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", SUBJECTS)
 @ROUNDS

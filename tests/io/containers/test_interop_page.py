@@ -8,6 +8,7 @@ import pytest
 DOCS = Path(__file__).parent.parent.parent.parent / "docs"
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_the_page_is_up_to_date():
     spec = importlib.util.spec_from_file_location("interop_table", DOCS / "interop_table.py")

@@ -81,6 +81,7 @@ def excess(q: fb.QArray, block: Block, backend, sinks=None, soft_cap: float = 0.
     return float(np.max(np.abs(got.astype(np.float64) - expected) / (bound + last)))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_the_formula_within_its_roundings(shape, backend):
@@ -89,6 +90,7 @@ def test_it_is_the_formula_within_its_roundings(shape, backend):
         assert excess(q, block, backend) < 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_windows_sinks_soft_caps_and_narrow_dtypes(backend):
     for shape, window in (("one token", 17), ("long", 600), ("prompt", 64)):

@@ -30,6 +30,7 @@ def test_layers_that_share_keys_take_no_room():
     assert (len(cache.kv.layers()[0]), len(cache.full.layers()[0])) == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [pytest.param(TWO_WIDTHS, id="two widths", marks=pytest.mark.slow), pytest.param(SHARED_KEYS, id="shared keys")],
@@ -44,6 +45,7 @@ def test_a_quantized_cache_gives_what_quantized_keys_and_values_do(config: Decod
     np.testing.assert_allclose(logits, whole[:, 7], **ROUNDING)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [SMALL, TWO_WIDTHS, SHARED_KEYS], ids=["small", "two widths", "shared keys"])
 def test_layer_by_layer(config: DecoderConfig):
     """A stream has what later layers read in channels after the residual stream."""

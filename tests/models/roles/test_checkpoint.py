@@ -57,6 +57,7 @@ def test_module_classes_have_the_roles_of_each_family(family, transformers, tmp_
     assert not [name for name, one in found.roles.items() if one.source.startswith("names")]
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.finding(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_preset_does_what_its_text_says_in_each_family(family):

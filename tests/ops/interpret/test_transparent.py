@@ -97,6 +97,7 @@ def quantized(name):
     return q, jax.tree.map(fb.dequantize, q, is_leaf=fb.is_qarray)
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
 def test_pieces_of_model_code(piece):
     q, decoded = quantized("nf4")
@@ -384,6 +385,7 @@ def test_each_layer_reports_its_fallback_and_keeps_its_name():
     assert all(f"layer_{i}" in text for i in range(3))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.finding(8, 23)
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("piece", RECOMPUTING.values(), ids=RECOMPUTING)
@@ -416,6 +418,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.finding(12)
 @pytest.mark.parametrize(("images", "kernel", "groups", "scheme", "axis"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_gradients_inside_of_grouped_convolutions(images, kernel, groups, scheme, axis):

@@ -26,6 +26,7 @@ def mixed(p, x):
     return looped + x @ jnp.einsum("lkn,l->kn", p["w"], jnp.array([0.3, 0.5, 0.2]))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("fn", [sliced, mixed])
 def test_a_scheme_with_a_tensor_scale_whose_tiles_run_along_another_axis(fn, axis):

@@ -42,6 +42,7 @@ def model(config=CONFIG, scheme=None):
     return Model(Path("a.gguf"), "gguf", config, "", info, load, files={"tokenizer.json": b"{}"}, metadata=metadata)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scheme", [None, "q4_1", "int8", "nvfp4"])
 def test_it_computes_the_same(scheme):
     source = model(scheme=scheme)

@@ -144,6 +144,7 @@ def importance_file(path: Path, model: workflows.Model) -> workflows.ImportanceF
     return workflows.ImportanceFile.read(path)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("method", [fb.methods.HQQ(rounds=3), fb.methods.IMatrix()], ids=lambda method: method.name)
 def test_a_method_that_needs_no_run_of_the_model(tmp_path, method):
     source = write_checkpoint(tmp_path / "in" / "a.safetensors")

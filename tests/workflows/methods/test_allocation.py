@@ -51,6 +51,7 @@ def measured(model, plan, found, name, tokens=None) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [UNTIED, pytest.param(FEATURES, marks=pytest.mark.slow)], ids=["llama", "features"])
 def test_estimates_follow_measured_divergences(config, tmp_path):
     model = model_of(config, tmp_path)
@@ -67,6 +68,7 @@ def test_estimates_follow_measured_divergences(config, tmp_path):
         assert one.nbytes["int8"] > one.nbytes["int4_g8"] > one.nbytes["int2_g8"]
 
 
+@pytest.mark.slow
 def test_measured_losses_are_those_of_a_model_with_one_group_quantized(tmp_path):
     model = model_of(SMALL, tmp_path)
     plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(SMALL, 10, 16))
@@ -154,6 +156,7 @@ def test_losses_that_are_all_equal_have_no_rank_correlation():
     assert rank_correlations(found[:1]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_measured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["estimated", "measured"])
 def test_measuring_that_was_interrupted_anywhere_resumes(is_measured, tmp_path):
     config = dataclasses.replace(SMALL, layers=2)

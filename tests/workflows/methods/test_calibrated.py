@@ -71,6 +71,7 @@ def errors(model, plan, values, tokens) -> float:
     return float(jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -106,6 +107,7 @@ def test_later_layers_are_corrected_for_the_errors_before_them(tmp_path):
     assert errors(model, plan, qep, tokens) < errors(model, plan, gptq, tokens)
 
 
+@pytest.mark.slow
 def test_the_first_layer_is_corrected_for_the_errors_of_the_embeddings(tmp_path):
     model, data = model_of(dataclasses.replace(SMALL, tied=False), tmp_path), data_of(SMALL, 8)
     recipe = {"rules": [{"path": "embed", "policy": "int2"}, {"path": "layers/0/attn/[qkv]", "policy": "int4"}]}
@@ -138,6 +140,7 @@ def test_the_first_layer_is_that_of_observe(tmp_path):
         assert np.mean(np.asarray(alone.codes == values[path].codes)) > 0.98
 
 
+@pytest.mark.slow
 def test_experts_without_tokens_are_left_out(tmp_path):
     config = dataclasses.replace(FEATURES, experts=dataclasses.replace(FEATURES.experts, count=8))
     model = model_of(config, tmp_path)
@@ -147,6 +150,7 @@ def test_experts_without_tokens_are_left_out(tmp_path):
     assert len(experts) == config.experts.active
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_a_directory_says_how_it_was_made(tmp_path):
     model = workflows.load(llama_directory(tmp_path / "hf"))
@@ -249,6 +253,7 @@ def _interrupted(quantize, out, layers):
     return out.with_name(f".{out.name}.fewbit-work")
 
 
+@pytest.mark.slow_after(1)
 @needs_tokenizers
 @pytest.mark.parametrize("is_missing", [False, True], ids=["damaged", "missing"])
 def test_scales_that_an_earlier_run_lost_are_searched_again(is_missing, tmp_path):
@@ -267,6 +272,7 @@ def test_scales_that_an_earlier_run_lost_are_searched_again(is_missing, tmp_path
     assert _files(tmp_path / "resumed") == _files(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_a_changed_configuration_is_another_job(tmp_path):
     """The same tensors are another network then, and what was learned from its activations does not hold."""

@@ -59,6 +59,7 @@ def rounded(model: Model, plan) -> dict[str, QArray]:
     return {result.path: value for value, result in workflows.quantized_tensors(model, plan) if isinstance(value, QArray)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [

@@ -15,6 +15,7 @@ from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 
 
+@pytest.mark.slow
 @needs_tokenizers
 @pytest.mark.parametrize("suffix", [pytest.param(".gguf", marks=pytest.mark.slow), ".dat"])
 def test_a_directory_from_a_file(tmp_path, suffix):

@@ -76,6 +76,7 @@ def with_large_channels(model: workflows.Model) -> workflows.Model:
     return dataclasses.replace(model, load=load)
 
 
+@pytest.mark.slow
 def test_scales_of_a_search_are_kept(tmp_path):
     model = with_scaled_inputs(with_large_channels(model_of(ONE, tmp_path)), ("o", "down"))
     plan = workflows.plan_model(model, recipe="int3")
@@ -91,6 +92,7 @@ def test_scales_of_a_search_are_kept(tmp_path):
     assert "divided by the awq scales of down" in rows["layers/0/mlp/down_input_scale"].reason
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_what_is_written_runs(tmp_path):
     model = workflows.load(llama_directory(tmp_path / "hf"))

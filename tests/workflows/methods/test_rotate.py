@@ -27,6 +27,7 @@ def logits(model: workflows.Model):
     return compiled_logits(model.params(), TOKENS, model.runnable_config())
 
 
+@pytest.mark.slow
 def test_a_directory_runs_as_what_was_written(model, tmp_path):
     turned = workflows.with_rotated_inputs(model, ("o", "down"))
     np.testing.assert_allclose(logits(turned), logits(model), atol=4e-5)
@@ -59,6 +60,7 @@ def test_others_cannot_run_it(model, tmp_path, to):
 NORMS_ON_OUTPUTS = pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo2"])
 
 
+@pytest.mark.slow_after(1)
 @NORMS_ON_OUTPUTS
 def test_a_residual_stream_with_norms_on_outputs(family, tmp_path):
     model = workflows.load(family_directory(tmp_path / "hf", family, CASES[family][1]))

@@ -70,6 +70,7 @@ def beyond_rounding(got: jax.Array, q: jax.Array, block: Block, sinks=None, soft
     return float(np.abs(np.asarray(got, np.float64) - expected).max() / (bound + last))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_is_the_formula(policy, shape):

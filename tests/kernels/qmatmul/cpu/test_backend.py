@@ -133,6 +133,7 @@ def test_any_number_of_rows(name, rows):
         assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", ["int4", "uint4_g64", "q4_1", "int8", "fp8", "int3", "mxfp6", "ternary", "binary", "nvfp4"])
 def test_tiles_along_the_outputs(name):
     """The default axis of `fb.quantize` in `x @ q`, and gradients: scales change with each place of the contraction."""

@@ -80,6 +80,7 @@ def at_every_level(x: fb.QArray, q: fb.QArray, *, contracts_cols: bool) -> dict[
 LAYOUTS = pytest.mark.parametrize("axis", [-1, -2], ids=["[N, K]", "[K, N]"])
 
 
+@pytest.mark.slow_after(1)
 @LAYOUTS
 @pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
 def test_the_bits_of_the_reference(case: str, axis: int):
@@ -163,6 +164,7 @@ def test_the_bits_of_panels(case: str, axis: int):
             np.testing.assert_array_equal(found, panels, isa)
 
 
+@pytest.mark.slow_after(1)
 @LAYOUTS
 def test_extreme_codes_and_results_of_16_bits(axis: int):
     """-128 times the largest integers of every format: nothing saturates on the way."""

@@ -70,6 +70,7 @@ def test_tiles_of_both_sides():
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("scheme", ["int8", "uint4", "int4_g64", "int8_g128"])
 @pytest.mark.parametrize("numbers", [LAST, FIRST], ids=["last", "first"])
 def test_many_rows_have_the_same_bits_at_every_level(scheme, numbers):

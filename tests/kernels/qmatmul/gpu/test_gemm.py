@@ -73,6 +73,7 @@ def assert_right(y: torch.Tensor, x: torch.Tensor, q: "fbt.QTensor", step: float
     assert ((y.double() - exact).abs() <= step * magnitude).all()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", EACH)
 def test_a_few_rows_in_float32(name: str) -> None:
     q, x = weight(name, 22, 160), activations(1, 160, torch.float32)

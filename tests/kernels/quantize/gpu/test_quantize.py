@@ -76,6 +76,7 @@ def test_codes_and_scales_of_least_error(name: str) -> None:
     assert_same(awkward(77), name, "optimal")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "method"), [("mxfp4", "optimal"), ("mxfp6", "naive"), ("mxfp8", "naive"), ("nvfp4", "optimal")]
 )

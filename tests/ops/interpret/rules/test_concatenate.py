@@ -46,6 +46,7 @@ def test_an_empty_first_part_is_refused():
         side_by_side(parts, 1)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scheme", ["int4_g32", "int3_g32", "nf4_dq", "q4_1", "int8"])
 def test_a_short_last_tile_of_the_packed_axis(scheme):
     q = fb.quantize(DRAW(size=(4, 100)).astype(np.float32), scheme)

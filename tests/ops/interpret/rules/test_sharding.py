@@ -24,6 +24,7 @@ def shard(q: QArray, axis: int, parts: int, i: int) -> QArray:
     return jax.tree.map(part, q)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("scheme", ["int8", "int4_g32", "nvfp4", "affine4", "nf4_dq"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_shards_are_the_parts(scheme, axis):
