@@ -279,25 +279,27 @@ def save_tokenizer(directory: Path, vocab: int = 300) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def save_family(name: str, directory: Path) -> Any:
-    """Writes the random float32 checkpoint of a case; returns transformers' model."""
+def save_family(name: str, directory: Path, **further: Any) -> Any:
+    """Writes the random float32 checkpoint of a case, with further changes; returns transformers' model."""
     import torch
     import transformers
 
     kind, changed = FAMILIES[name]
     save_tokenizer(directory)
     vocab = 320 if name == "qwen2" else 300  # more rows than tokens
-    config = transformers.AutoConfig.for_model(kind, **{**COMMON, "vocab_size": vocab, **changed})
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, "vocab_size": vocab, **changed, **further})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for path, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in path or "bias" in path or "sinks" in path:
+            if any(part in path for part in ("norm", "bias", "sinks", "layer_scalar", "router.scale", "expert_scale")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
             if path.endswith(
                 "A_log"
             ):  # a state that is forgotten at once has values near zero, whose norm amplifies rounding
                 parameter.fill_(-4)
+            if kind == "gemma4_text" and path.endswith("q_norm.weight"):  # whose products with keys nothing else scales
+                parameter.mul_(0.1)
     model.save_pretrained(directory)
     return model

@@ -165,6 +165,11 @@ def test_factors_of_gemma_4_say_which_pairs_rotate():
     assert scaling(1, 2, 3, 4) == LongRope((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), 64, 1.0)
 
 
+def test_logits_of_gemma_4_are_capped_where_the_file_does_not_say_as_in_llama_cpp():
+    assert gemma4().logit_cap == 30.0
+    assert gemma4(final_logit_softcapping=0.0).logit_cap == 0.0
+
+
 def test_values_of_gemma_4_are_its_keys_where_the_file_has_none():
     assert gemma4().full == FullAttention(2, 8, keys_are_values=True)
     assert gemma4({"blk.1.attn_v.weight": None}).full == FullAttention(2, 8)

@@ -270,7 +270,7 @@ ARCHITECTURES = {
     ),
     "gemma4_text": Architecture(
         "gemma4",
-        (_FINAL_CAP, _WINDOW),
+        (_WINDOW,),
         has_tensor_scales=True,
         has_kinds_of_layers=True,
         defaults={

@@ -56,6 +56,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Field]:
         "attention.shared_kv_layers": found.shared_layers,
         "embedding_length_per_layer_input": found.input_width,
         "rope.dimension_count_swa": found.head_dim,
+        "final_logit_softcapping": found.logit_cap or 0.0,  # llama.cpp has 30 where there is no field
     }
     if found.has_experts:
         sizes = {"num_experts": found.experts, "top_k_experts": found.active, "moe_intermediate_size": found.expert_hidden}
@@ -167,6 +168,7 @@ class _Gemma4(msgspec.Struct):
     experts: Positive | None = msgspec.field(name="num_experts", default=None)
     active: Positive | None = msgspec.field(name="top_k_experts", default=None)
     expert_hidden: Positive | None = msgspec.field(name="moe_intermediate_size", default=None)
+    logit_cap: float | None = msgspec.field(name="final_logit_softcapping", default=None)
     input_width: Count = msgspec.field(name="hidden_size_per_layer_input", default=0)
     input_vocab: Positive | None = msgspec.field(name="vocab_size_per_layer_input", default=None)
 

@@ -281,7 +281,12 @@ def _scaled_gemma(found: GGUFMetadata, names: Tensors, largest: int) -> dict[str
     head_dim = found.head_dim or found.width // found.heads
     if found.layers == largest:  # the 27B models, as in llama.cpp: query_pre_attn_scalar is not in the file
         head_dim = found.width // found.heads
-    return {**_gemma(found, names), "norms": "sandwich", "attention_scale": head_dim**-0.5, "logit_cap": found.logit_cap}
+    return {
+        **_gemma(found, names),
+        "norms": "sandwich",
+        "attention_scale": head_dim**-0.5,
+        "logit_cap": found.logit_cap or 0.0,
+    }
 
 
 def _gemma2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
@@ -338,7 +343,7 @@ def _gemma4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
         "qk_norm": "head",
         "value_norm": True,
         "layer_scale": "blk.0.layer_output_scale.weight" in names,
-        "logit_cap": found.logit_cap,
+        "logit_cap": 30.0 if found.logit_cap is None else found.logit_cap,  # llama.cpp's default
     }
 
 

@@ -68,7 +68,7 @@ class GGUFMetadata(msgspec.Struct):
     window: Count | None = None
     window_pattern: Positive | list[bool] | None = None
     attention_cap: float = 0.0
-    logit_cap: float = 0.0
+    logit_cap: float | None = None
     attention_scale: float = 0.0
     embed_scale: Number = 1.0
     residual_scale: Number = 1.0
