@@ -159,7 +159,7 @@ def test_refuses_linear_attention_that_does_not_fit(change: dict, message: str):
 def test_a_layer_has_a_place_among_those_of_its_kind():
     assert [LINEAR.place_of(layer) for layer in range(4)] == [0, 1, 0, 2]
     assert LINEAR.cached_layers() == 1
-    with pytest.raises(QuantError, match="sub_norms is true, but linear attention has a norm of its own"):
+    with pytest.raises(QuantError, match="sub_norms is true, but layers of linear have a norm of their own"):
         dataclasses.replace(LINEAR, sub_norms=True)
 
 
@@ -169,7 +169,7 @@ def test_a_layer_has_a_place_among_those_of_its_kind():
         ({"full": FullAttention(3, 8)}, r"full\.head_dim is 8, must be another one than head_dim"),
         ({"full": FullAttention(4, 12)}, "kv_heads is 4, must divide heads, which is 6"),
         ({"window_layers": (), "rope_scaling": None}, "full is given, but window_layers is empty"),
-        ({"attention_gate": True, "shared_keys": None}, "full is given, with latent or linear attention, fused"),
+        ({"attention_gate": True, "shared_keys": None}, "full is given, with latent or linear attention, mamba, fused"),
         ({"full": None, "kv_heads": 2}, "shared_keys is given with layers with a window and without; full is expected"),
         ({"shared_keys": SharedKeys(4)}, r"shared_keys\.layers is 4, but the other layers of 5 have not every kind"),
         ({"norms": "pre"}, "per_layer is given, and norms is 'pre'"),

@@ -26,6 +26,7 @@ from tests.nets.random_decoder import (
     FEATURES,
     LATENT,
     LINEAR,
+    MAMBA,
     SHARED_KEYS,
     SMALL,
     SUB_NORMS,
@@ -55,8 +56,8 @@ OTHER = dataclasses.replace(
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), OTHER, LATENT, LINEAR, BY_KEY_HEAD, dataclasses.replace(INTERLEAVED, norms="pre"), SUB_NORMS],
-    ids=[*CONFIGS, "other", "latent", "linear", "linear by key head", "interleaved experts", "sub norms"],
+    [*CONFIGS.values(), OTHER, LATENT, LINEAR, BY_KEY_HEAD, MAMBA, dataclasses.replace(INTERLEAVED, norms="pre"), SUB_NORMS],
+    ids=[*CONFIGS, "other", "latent", "linear", "linear by key head", "mamba", "interleaved experts", "sub norms"],
 )
 def test_logits_stay_what_they_are(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
@@ -95,6 +96,7 @@ ROTATED = {
     "other": OTHER,
     "latent": LATENT,
     "linear": LINEAR,
+    "mamba": MAMBA,
     "interleaved experts": INTERLEAVED,
     "sub norms": SUB_NORMS,
 }

@@ -14,6 +14,7 @@ from fewbit.models import (
     FullAttention,
     LatentAttention,
     LinearAttention,
+    Mamba2,
     PerLayerInputs,
     SharedKeys,
     forward,
@@ -101,6 +102,14 @@ LINEAR = dataclasses.replace(
     linear=LinearAttention((0, 1, 3), key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3),
 )
 BY_KEY_HEAD = dataclasses.replace(LINEAR, linear=dataclasses.replace(LINEAR.linear, layout="by_key_head"))
+MAMBA = dataclasses.replace(
+    SMALL,
+    layers=4,
+    norm_eps=0.1,
+    nope_layers=(2,),
+    mamba=Mamba2((0, 1, 3), heads=4, head_dim=6, state_dim=5, groups=2, kernel=3, bias=True),
+)
+"""As Granite 4 has it."""
 TWO_WIDTHS = dataclasses.replace(
     SMALL,
     rope_scaling=Proportional(pairs=3, factor=2.0),
@@ -208,8 +217,8 @@ def _attention(
 ) -> np.ndarray:
     """Attention; `keys_values` has those of the last layer of each kind."""
     kind, c = c.kind_of(i), c.kinds[c.kind_of(i)]
-    if c.linear_of(i) is not None:
-        return _linear_attention(y, layer, c)
+    if c.recurrent_of(i) is not None:
+        return _linear_attention(y, layer, c) if c.mamba is None else _state_space(y, layer, c)
     if c.latent is not None:
         mixed = np.concatenate([_latent_head(y, layer, h, i, c) for h in range(c.heads)], axis=1)
         return mixed @ layer["attn/o"].T + layer.get("attn/o_bias", 0.0)
@@ -264,6 +273,30 @@ def _linear_attention(y: np.ndarray, layer: dict[str, np.ndarray], c: DecoderCon
             out[t, head] = q[t, shared] @ state / np.sqrt(n)
     normed = out / np.sqrt((out**2).mean(axis=2, keepdims=True) + c.norm_eps) * layer["attn/out_norm"]
     return (normed * z / (1 + np.exp(-z))).reshape(T, -1) @ layer["attn/out"].T
+
+
+def _state_space(y: np.ndarray, layer: dict[str, np.ndarray], c: DecoderConfig) -> np.ndarray:
+    """A state space layer of Mamba-2, token by token, with a state for each head."""
+    part, T = c.mamba, len(y)
+    assert part is not None
+    M, N, n, width = part.heads, part.groups, part.state_dim, part.width
+    projected = y @ layer["attn/in"].T + layer.get("attn/in_bias", 0)
+    z, xbc, dt = np.split(projected, [width, width + part.channels], axis=1)
+    padded = np.concatenate([np.zeros((part.kernel - 1, part.channels)), xbc])
+    xbc = sum(padded[i : i + T] * layer["attn/conv1d"][:, 0, i] for i in range(part.kernel)) + layer["attn/conv1d_bias"]
+    xbc = xbc / (1 + np.exp(-xbc))
+    x, b, read = np.split(xbc, [width, width + N * n], axis=1)
+    x, b, read = x.reshape(T, M, -1), b.reshape(T, N, n), read.reshape(T, N, n)
+    out = np.zeros(x.shape)
+    for head in range(M):
+        state, group = np.zeros((n, part.head_dim)), head * N // M
+        for t in range(T):
+            step = np.logaddexp(0, dt[t, head] + layer["attn/dt_bias"][head])
+            state = state * np.exp(-np.exp(layer["attn/A_log"][head]) * step) + step * np.outer(b[t, group], x[t, head])
+            out[t, head] = read[t, group] @ state + layer["attn/D"][head] * x[t, head]
+    gated = (out.reshape(T, -1) * z / (1 + np.exp(-z))).reshape(T, N, -1)
+    normed = (gated / np.sqrt((gated**2).mean(axis=2, keepdims=True) + c.norm_eps)).reshape(T, -1) * layer["attn/out_norm"]
+    return normed @ layer["attn/out"].T + layer.get("attn/out_bias", 0)
 
 
 def _head(flat: dict[str, np.ndarray], layer: dict[str, np.ndarray], h: int, i: int, c: DecoderConfig) -> np.ndarray:

@@ -45,6 +45,7 @@ from .part_configs import Experts as Experts
 from .part_configs import FullAttention as FullAttention
 from .part_configs import LatentAttention as LatentAttention
 from .part_configs import LinearAttention as LinearAttention
+from .part_configs import Mamba2 as Mamba2
 from .part_configs import PerLayerInputs as PerLayerInputs
 from .part_configs import SharedKeys as SharedKeys
 from .roles.checkpoint import CheckpointRoles as CheckpointRoles

@@ -80,7 +80,7 @@ class HybridCache:
 
     Attributes:
         kv: keys and values of softmax attention; layers are numbered by `DecoderConfig.place_of`.
-        states: one for each layer with linear attention, in order: as arrays of their own each is replaced in place, where XLA would
+        states: one for each layer that has a state, in order: as arrays of their own each is replaced in place, where XLA would
             copy a stack of all for each layer.
         full: keys and values of the layers without a sliding window, where their heads are others (`DecoderConfig.full`); None: they
             are in `kv`.
@@ -155,8 +155,8 @@ def empty_cache(
         return Cache(jnp.zeros(shape, dtype), values, jnp.int32(0))
 
     caches = [of_kind(number, kind) for number, kind in enumerate(config.kinds)]
-    if config.linear is None and config.full is None:
+    part = config.recurrent
+    if part is None and config.full is None:
         return caches[0]
-    part = config.linear
     states = () if part is None else tuple(empty_state(part, batch=batch, dtype=dtype) for _ in part.layers)
     return HybridCache(caches[0], states, *caches[1:])

@@ -12,6 +12,7 @@ from .part_configs import (
     FullAttention,
     LatentAttention,
     LinearAttention,
+    Mamba2,
     PerLayerInputs,
     SharedKeys,
     check_positive,
@@ -88,10 +89,11 @@ class DecoderConfig:
         residual_scale: multiplies the output of each block before it is added (Granite).
         logit_scale: multiplies the output logits.
         fused: whether the checkpoint has one leaf for q, k and v, and one for gate and up (Phi-3).
-        fused_mlp: whether it has one leaf for gate and up alone (GLM-4).
+        fused_mlp: whether it has one leaf for gate and up alone (GLM-4), those of a shared expert, too (Granite 4).
         experts: the mixture of experts; None: every layer is dense.
         latent: multi-head latent attention; None: grouped-query attention.
         linear: linear attention in some layers; None: in none.
+        mamba: state space layers of Mamba-2 in place of attention; None: there are none.
         attention_gate: whether the output of attention is multiplied by the sigmoid of a gate, whose rows are in q after those
             of each head (Qwen3.5); not in linear attention, which has its own.
         extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
@@ -154,6 +156,7 @@ class DecoderConfig:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
+    mamba: Mamba2 | None = None
     attention_gate: bool = False
     extra_layers: int = 0
     rotated_inputs: tuple[ChangedInput, ...] = ()
@@ -210,8 +213,8 @@ class DecoderConfig:
             raise QuantError("sub_norms is true, but experts have no norms on the inputs of their down projections")
         if self.latent is not None:
             self._check_latent(self.latent)
-        if self.linear is not None:
-            self._check_linear(self.linear)
+        if self.recurrent is not None:
+            self._check_recurrent(self.recurrent)
         if self.window_layers and not self.window:
             raise QuantError("window_layers is given, but window is 0")
         if self.full is not None:
@@ -221,12 +224,12 @@ class DecoderConfig:
         if self.per_layer is not None and self.norms == "pre":
             raise QuantError("per_layer is given, and norms is 'pre': a norm on what its projection adds is expected")
         of_experts = () if self.experts is None else self.experts.layers
-        of_linear = () if self.linear is None else self.linear.layers
+        of_recurrent = () if self.recurrent is None else self.recurrent.layers
         for name, listed in (
             ("window_layers", self.window_layers),
             ("nope_layers", self.nope_layers),
             ("experts.layers", of_experts),
-            ("linear.layers", of_linear),
+            ("linear.layers" if self.mamba is None else "mamba.layers", of_recurrent),
         ):
             if any(not 0 <= layer < self.layers for layer in listed):
                 raise QuantError(f"{name} is {listed}, must be layers from 0 to {self.layers - 1}")
@@ -242,14 +245,17 @@ class DecoderConfig:
         if self.fused or self.attention_gate or self.qk_norm != "none":
             raise QuantError("latent attention has neither fused projections, nor a gate, nor norms of queries and keys")
 
-    def _check_linear(self, linear: LinearAttention) -> None:
-        """Refuses what a decoder with linear attention does not have."""
-        if len(linear.layers) >= self.layers:
+    def _check_recurrent(self, part: LinearAttention | Mamba2) -> None:
+        """Refuses what a decoder with linear attention or state space layers does not have."""
+        name = "linear" if self.mamba is None else "mamba"
+        if self.linear is not None and self.mamba is not None:
+            raise QuantError("linear and mamba are given; expected one of them")
+        if len(part.layers) >= self.layers:
             raise QuantError(
-                f"linear.layers has {len(linear.layers)} of {self.layers} layers; one without is expected at least"
+                f"{name}.layers has {len(part.layers)} of {self.layers} layers; one without is expected at least"
             )
         if self.sub_norms:
-            raise QuantError("sub_norms is true, but linear attention has a norm of its own")
+            raise QuantError(f"sub_norms is true, but layers of {name} have a norm of their own")
 
     def _check_full(self, full: FullAttention) -> None:
         """Refuses equal head widths, and features that are not supported with two head widths."""
@@ -257,8 +263,8 @@ class DecoderConfig:
             raise QuantError("full is given, but window_layers is empty: no layer, or every one, has the window")
         if full.head_dim == self.head_dim:
             raise QuantError(f"full.head_dim is {full.head_dim}, must be another one than head_dim")
-        if self.latent is not None or self.linear is not None or self.fused or self.attention_gate or self.sub_norms:
-            raise QuantError("full is given, with latent or linear attention, fused projections, a gate or sub_norms")
+        if self.latent is not None or self.recurrent is not None or self.fused or self.attention_gate or self.sub_norms:
+            raise QuantError("full is given, with latent or linear attention, mamba, fused projections, a gate or sub_norms")
         _ = self.kinds  # whose sizes are checked, too
 
     def _check_shared(self, shared: SharedKeys) -> None:
@@ -270,8 +276,8 @@ class DecoderConfig:
             )
         if self.window_layers and self.full is None:
             raise QuantError("shared_keys is given with layers with a window and without; full is expected, too")
-        if self.latent is not None or self.linear is not None or self.fused or self.attention_gate:
-            raise QuantError("shared_keys is given, with latent or linear attention, fused projections or a gate")
+        if self.latent is not None or self.recurrent is not None or self.fused or self.attention_gate:
+            raise QuantError("shared_keys is given, with latent or linear attention, mamba, fused projections or a gate")
 
     @property
     def query_width(self) -> int:
@@ -335,11 +341,16 @@ class DecoderConfig:
             return self.hidden
         return self.shared_keys.hidden or self.hidden
 
-    def linear_of(self, layer: int) -> LinearAttention | None:
-        """The linear attention of a layer; None: it has softmax attention."""
-        if self.linear is None or layer not in self.linear.layers:
+    @property
+    def recurrent(self) -> LinearAttention | Mamba2 | None:
+        """The kind of layer that has a state in place of keys and values."""
+        return self.mamba if self.linear is None else self.linear
+
+    def recurrent_of(self, layer: int) -> LinearAttention | Mamba2 | None:
+        """The linear attention or state space of a layer; None: it has softmax attention."""
+        if self.recurrent is None or layer not in self.recurrent.layers:
             return None
-        return self.linear
+        return self.recurrent
 
     def place_of(self, layer: int) -> int:
         """The number of a layer among those with its kind of attention, by which a KV cache has it.
@@ -350,8 +361,8 @@ class DecoderConfig:
         return alike.index(layer) if self.has_keys(layer) else len(alike) - 1
 
     def _cache_of(self, layer: int) -> tuple[bool, int]:
-        """What part of a cache has a layer: states of linear attention, or keys and values of one width."""
-        return self.linear_of(layer) is not None, self.kind_of(layer)
+        """What part of a cache has a layer: states, or keys and values of one width."""
+        return self.recurrent_of(layer) is not None, self.kind_of(layer)
 
     def cached_layers(self, kind: int = 0) -> int:
         """The layers that have keys and values in a KV cache.
@@ -444,6 +455,7 @@ _PARTS: dict[str, tuple[type[Any], Any]] = {
     "experts": (Experts, form_of(Experts, layers=list[int])),
     "latent": (LatentAttention, form_of(LatentAttention)),
     "linear": (LinearAttention, form_of(LinearAttention, layers=list[int])),
+    "mamba": (Mamba2, form_of(Mamba2, layers=list[int])),
     "full": (FullAttention, form_of(FullAttention)),
     "shared_keys": (SharedKeys, form_of(SharedKeys)),
     "per_layer": (PerLayerInputs, form_of(PerLayerInputs)),

@@ -1,6 +1,6 @@
 """A decoder in plain JAX for Llama, Qwen, Gemma and others.
 
-RMSNorm, rotary embedding, grouped-query, latent or linear attention, a gated feed-forward block or a mixture of experts. The pytree of
+RMSNorm, rotary embedding, grouped-query, latent or linear attention, state spaces, a gated feed-forward block or experts. The pytree of
 parameters, with weights `[out, in]` as in GGUF and Hugging Face files; of a Llama:
 
     {"embed": [V, D],
@@ -29,6 +29,7 @@ from ..errors import QuantError
 from ..kvcache.policy import KVPolicy
 from ..ops.hadamard import hadamard_transform
 from .attention.linear import LinearState, linear_attention
+from .attention.mamba import state_space_layer
 from .attention.softmax import KeysValues, SoftmaxAttention
 from .cache import AnyCache, Cache, HybridCache, kvs_of
 from .config import DecoderConfig
@@ -317,17 +318,19 @@ _Block = Callable[[Array, KeysValues, LinearState | None, Params, Array | int], 
 def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | None, length: Array | None) -> _Block:
     """The function of one layer.
 
-    Its arguments are the residual stream, keys and values, the state of linear attention, the parameters and the layer's number.
+    Its arguments are the residual stream, keys and values, the state of a layer that has one, the parameters and the layer's number.
     `inputs` are those of `per_layer_inputs`.
     """
 
     def block(
         x: Array, kvs: KeysValues, state: LinearState | None, layer: Params, index: Array | int
     ) -> tuple[Array, KeysValues, LinearState | None]:
-        attn, name = layer["attn"], "out" if _is_linear(layer) else "o"
+        attn, name = layer["attn"], "out" if _is_recurrent(layer) else "o"
         y = _before(x, attn, config)
-        if config.linear is not None and _is_linear(layer):
+        if config.linear is not None and _is_recurrent(layer):
             mixed, state = linear_attention(y, attn, config, config.linear, state, length)
+        elif config.mamba is not None and _is_recurrent(layer):
+            mixed, state = state_space_layer(y, attn, config, config.mamba, state, length)
         else:
             mixed, kvs = softmax(y, attn, kvs, index)
         mixed = sub_norm(mixed, attn, config)
@@ -342,8 +345,8 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
     return block
 
 
-def _is_linear(layer: Params) -> bool:
-    """Whether a layer has linear attention."""
+def _is_recurrent(layer: Params) -> bool:
+    """Whether a layer has linear attention or a state space, with a state."""
     return "out" in layer["attn"]
 
 
@@ -393,14 +396,14 @@ def _through_layers(
     new_states: list[LinearState] = []
     if isinstance(layers, list):
         for index, layer in enumerate(layers):
-            x, kvs, state = block(x, kvs, next(states, None) if _is_linear(layer) else None, layer, index)
+            x, kvs, state = block(x, kvs, next(states, None) if _is_recurrent(layer) else None, layer, index)
             new_states += [] if state is None else [state]
         return x, _with(cache, kvs, new_states)
     first = 0
     for segment in layers:
         count = jax.tree.leaves(segment)[0].shape[0]
         indices = jnp.arange(first, first + count, dtype=jnp.int32)
-        of_segment = list(itertools.islice(states, count)) if _is_linear(segment) else []
+        of_segment = list(itertools.islice(states, count)) if _is_recurrent(segment) else []
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_segment) if of_segment else None
 
         def step(

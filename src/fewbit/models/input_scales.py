@@ -8,6 +8,7 @@ divided by it, so that the function does not change. In a decoder these can be d
     q_b; kv_b                        the gain of the latent's norm
     o                                rows of v (of kv_b in latent attention); heads that share a value share its scales
     out of linear attention          the gain of the norm of its values, which all heads share
+    out of a state space             the gain of the norm of its values
     down                             rows of up, where the activation is linear in them
     o, down of `config.sub_norms`    the gain of the norm before them
     o, down of `config.scaled_inputs`  the vector by which the decoder multiplies it, which is kept in the model
@@ -28,7 +29,7 @@ from .config import DecoderConfig
 from .names import contraction_axis, shapes
 
 _AFTER_NORM = {
-    "attn": ("q", "k", "v", "q+k+v", "q_a", "kv_a", "qkv", "z", "beta", "alpha", "qkvz", "ba"),
+    "attn": ("q", "k", "v", "q+k+v", "q_a", "kv_a", "qkv", "z", "beta", "alpha", "qkvz", "ba", "in"),
     "mlp": ("gate", "up", "gate+up", "router", "shared_expert_gate"),
 }
 _IN_BLOCK = ("gate", "up", "gate+up")
@@ -144,7 +145,8 @@ class _Inputs:
             yield self.kept(out)
             return
         if out.endswith("/out"):
-            yield self.after_linear_attention(out)
+            if len(self.shapes[f"{out}_norm"]) == 1:
+                yield self.after_linear_attention(out)
             return
         if config.sub_norms:
             yield from self.after_norm(f"{at}/sub_norm", [f"{at}/o"])
@@ -167,7 +169,10 @@ class _Inputs:
         yield self.before_product(f"{at}/o", sources, channels)
 
     def after_linear_attention(self, reader: str) -> ScalableInput:
-        """The input of the output projection of linear attention. The gain before it belongs to every head, and has no offset."""
+        """The input of the output projection of linear attention, or of a state space.
+
+        The gain before it has no offset. In linear attention it belongs to every head.
+        """
         gain = self.shapes[f"{reader}_norm"][0]
         channels = tuple(range(gain)) * (self.shapes[reader][1] // gain)
         return self.before_product(reader, [Channels(f"{reader}_norm", -1, range(gain))], channels)
@@ -224,6 +229,8 @@ def why_not_scaled(path: str, config: DecoderConfig) -> str:
         return "a rotation comes before it"
     if config.latent is not None and config.latent.split and path.endswith(("/k_b", "/v_b", "/o")):
         return "the projection of the latent is stored in two parts, as in GGUF files"
+    if path.endswith("/out"):
+        return "the gain of the norm before it is stored by groups, as in GGUF files"
     if path.endswith("/o") and config.value_norm:
         return "values are normed after their projection"
     if path.endswith("/o") and config.shared_keys is not None:

@@ -9,7 +9,7 @@ from .._registry import near_names
 from ..errors import QuantError
 from .config import DecoderConfig
 from .layer import Params
-from .part_configs import Experts, LatentAttention, LinearAttention
+from .part_configs import Experts, LatentAttention, LinearAttention, Mamba2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +106,15 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The shapes of the attention's parameters, by the path within a layer."""
-    D, linear = config.width, config.linear_of(layer)
+    D, part = config.width, config.recurrent_of(layer)
     if config.norms != "post":
         yield "attn/norm", (D,)
-    yield from _softmax_shapes(config, layer) if linear is None else _linear_shapes(D, linear)
+    if isinstance(part, LinearAttention):
+        yield from _linear_shapes(D, part)
+    elif isinstance(part, Mamba2):
+        yield from _mamba_shapes(D, part)
+    else:
+        yield from _softmax_shapes(config, layer)
     if config.norms != "pre":
         yield "attn/post_norm", (D,)
 
@@ -181,6 +186,23 @@ def _linear_shapes(D: int, linear: LinearAttention) -> Shapes:
     yield from (("attn/out_norm", (linear.value_dim,)), ("attn/out", (D, values)))
 
 
+def _mamba_shapes(D: int, mamba: Mamba2) -> Shapes:
+    """The shapes of the parameters of a state space layer."""
+    M, C, width = mamba.heads, mamba.channels, mamba.width
+    yield "attn/in", (width + C + M, D)
+    yield "attn/conv1d", (C, mamba.kernel) if mamba.is_gguf else (C, 1, mamba.kernel)
+    if mamba.conv_bias:
+        yield "attn/conv1d_bias", (C,)
+    yield "attn/dt_bias", (M,)
+    if mamba.is_gguf:
+        yield from (("attn/A", (M, 1)), ("attn/D", (M, 1)), ("attn/out_norm", (mamba.groups, width // mamba.groups)))
+    else:
+        yield from (("attn/A_log", (M,)), ("attn/D", (M,)), ("attn/out_norm", (width,)))
+    yield "attn/out", (D, width)
+    if mamba.bias:
+        yield from (("attn/in_bias", (width + C + M,)), ("attn/out_bias", (D,)))
+
+
 def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The shapes of the feed-forward block's or the experts' parameters, by the path within a layer."""
     D, F = config.width, config.hidden_of(layer)
@@ -188,11 +210,9 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if config.norms != "post":
         yield "mlp/norm", (D,)
     if experts is not None and not experts.beside_dense:
-        yield from _expert_shapes("mlp", experts, D)
-    elif config.fused or config.fused_mlp:
-        yield from (("mlp/gate+up", (2 * F, D)), ("mlp/down", (D, F)))
+        yield from _expert_shapes("mlp", experts, D, is_joined=config.fused_mlp)
     else:
-        yield from _block_shapes("mlp", D, F)
+        yield from _block_shapes("mlp", D, F, is_joined=config.fused or config.fused_mlp)
         if config.mlp_bias:
             yield from (("mlp/gate_bias", (F,)), ("mlp/up_bias", (F,)), ("mlp/down_bias", (D,)))
     if config.sub_norms:
@@ -219,13 +239,17 @@ def _other_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield "scale", (1,)
 
 
-def _block_shapes(path: str, D: int, F: int) -> Shapes:
+def _block_shapes(path: str, D: int, F: int, *, is_joined: bool = False) -> Shapes:
     """The shapes of a feed-forward block."""
-    yield from ((f"{path}/gate", (F, D)), (f"{path}/up", (F, D)), (f"{path}/down", (D, F)))
+    if is_joined:
+        yield f"{path}/gate+up", (2 * F, D)
+    else:
+        yield from ((f"{path}/gate", (F, D)), (f"{path}/up", (F, D)))
+    yield f"{path}/down", (D, F)
 
 
-def _expert_shapes(at: str, experts: Experts, D: int) -> Shapes:
-    """The shapes of a mixture of experts, by its layout."""
+def _expert_shapes(at: str, experts: Experts, D: int, *, is_joined: bool = False) -> Shapes:
+    """The shapes of a mixture of experts, by its layout; `is_joined` is whether gate and up of the shared expert are one leaf."""
     E, F, path = experts.count, experts.hidden, f"{at}/experts"
     yield f"{at}/router", (E, D)
     if experts.bias:
@@ -247,7 +271,7 @@ def _expert_shapes(at: str, experts: Experts, D: int) -> Shapes:
         names = {"gate+up": 2 * F} if joined else {"gate": F, "up": F}
         yield from ((f"{path}/{name}_bias", (E, width)) for name, width in {**names, "down": D}.items())
     if experts.shared_hidden:
-        yield from _block_shapes(f"{at}/shared", D, experts.shared_hidden)
+        yield from _block_shapes(f"{at}/shared", D, experts.shared_hidden, is_joined=is_joined)
         if experts.shared_gate:
             yield f"{at}/shared_expert_gate", (1, D)
 

@@ -170,8 +170,7 @@ class LinearAttention:
             raise QuantError(f"linear.key_heads is {self.key_heads}, must divide linear.value_heads, {self.value_heads}")
         if self.layout not in get_args(LinearLayout):
             raise QuantError(f"linear.layout is {self.layout!r}, must be one of {', '.join(get_args(LinearLayout))}")
-        if not self.layers or list(self.layers) != sorted(set(self.layers)):
-            raise QuantError(f"linear.layers is {self.layers}, must be layers in ascending order, at least one")
+        check_layers("linear.layers", self.layers)
 
     @property
     def keys_width(self) -> int:
@@ -189,9 +188,70 @@ class LinearAttention:
         return 2 * self.keys_width + self.values_width
 
     @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of the states of a sequence."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @property
     def is_gguf(self) -> bool:
         """Whether the leaves are those of a GGUF file."""
         return self.layout in ("gguf", "gguf_tiled")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2:
+    """State space layers of Mamba-2 (Granite 4), see `attention.mamba`.
+
+    Attributes:
+        layers: the layers that have them in place of softmax attention, in order; not all.
+        heads: heads (M), with a state `[n, m]` each.
+        head_dim: width of a head (m).
+        state_dim: width of a state (n).
+        groups: groups of consecutive heads (N), whose heads share what writes to their states and reads from them.
+        kernel: the length of the causal convolution.
+        conv_bias: whether the convolution has a bias.
+        bias: whether the projections have biases.
+        is_gguf: whether the leaves are those of a GGUF file: `conv1d [C, K]`, `A = -exp(A_log) [M, 1]`, `D [M, 1]`, and the gain of the
+            norm `[N, w / N]`.
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    layers: tuple[int, ...]
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int = 1
+    kernel: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    is_gguf: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "state_dim", "groups", "kernel"):
+            check_size(f"mamba.{name}", getattr(self, name))
+        if self.heads % self.groups:
+            raise QuantError(f"mamba.groups is {self.groups}, must divide mamba.heads, {self.heads}")
+        for name in ("conv_bias", "bias", "is_gguf"):
+            if not isinstance(getattr(self, name), bool):
+                raise QuantError(f"mamba.{name} is {getattr(self, name)!r}, must be true or false")
+        check_layers("mamba.layers", self.layers)
+
+    @property
+    def width(self) -> int:
+        """The width of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: heads, and what writes and reads the states of each group (C)."""
+        return self.width + 2 * self.groups * self.state_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of the states of a sequence."""
+        return self.heads, self.state_dim, self.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +328,12 @@ def check_size(name: str, value: object) -> None:
     """Refuses what is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
         raise QuantError(f"{name} is {value!r}, must be a positive integer below 2**40")
+
+
+def check_layers(name: str, layers: tuple[int, ...]) -> None:
+    """Refuses numbers of layers out of order."""
+    if not layers or list(layers) != sorted(set(layers)):
+        raise QuantError(f"{name} is {layers}, must be layers in ascending order, at least one")
 
 
 def check_positive(name: str, value: object) -> None:

@@ -23,7 +23,7 @@ from .config import DecoderConfig
 from .layer import Params
 from .names import contraction_axis, params_from_paths, paths_of_params
 
-_LINEAR_READERS = ("qkv", "z", "beta", "alpha", "qkvz", "ba")
+_LINEAR_READERS = ("qkv", "z", "beta", "alpha", "qkvz", "ba", "in")
 _READERS = (
     *("q", "k", "v", "q+k+v", "q_a", "kv_a", *_LINEAR_READERS, "gate", "up", "gate+up", "router", "shared_expert_gate"),
     "per_layer_projection",

@@ -50,6 +50,16 @@ _GEMMA4: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 80,
+    "attention_multiplier": 0.25,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
+
 _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -204,6 +214,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.5,
             "logits_scaling": 4.0,
+        },
+    ),
+    "granite-hybrid": ("granitemoehybrid", {**_HYBRID, "num_local_experts": 0}),
+    "granite-hybrid-moe": (
+        "granitemoehybrid",
+        {
+            **_HYBRID,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "logits_scaling": 4.0,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
         },
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),

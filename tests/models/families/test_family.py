@@ -12,6 +12,7 @@ from fewbit.models import (
     FullAttention,
     LatentAttention,
     LinearAttention,
+    Mamba2,
     PerLayerInputs,
     SharedKeys,
     config_from_glassllm,
@@ -389,16 +390,33 @@ def test_the_first_gemma_names_another_gelu_than_it_means():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": ["attention", "mamba", "attention"]}, "layer_types = 'mamba'; supported is 'attention'"),
-        ({"layer_types": None}, "layer_types = 'mamba'"),
-        ({"num_local_experts": 4}, "num_local_experts = 4; supported is 0"),
+        ({"layer_types": ["attention", "conv", "attention"]}, "layer_types = 'conv'; supported is 'mamba' or"),
+        ({"layer_types": None}, r"mamba\.layers has 3 of 3 layers; one without is expected at least"),
         ({"normalization_function": "layernorm"}, "normalization_function = 'layernorm'"),
+        ({"time_step_limit": [0.1, "Infinity"]}, r"time_step_limit = \[0\.1, 'Infinity'\]; supported is None or"),
+        ({"mamba_d_head": 12}, "has 8 heads of 12 in state space layers, which mamba_expand makes 64 wide"),
+        ({"mamba_d_head": "wide"}, "mamba_d_head = 'wide'; supported is 'auto' or None"),
     ],
-    ids=["mamba", "default", "experts", "norms"],
+    ids=["kinds", "default", "norms", "limit", "width", "head"],
 )
 def test_granite_4_refuses(change: dict[str, Any], message: str):
-    with pytest.raises(UnsupportedError, match=message):
-        config_from_hf({**CASES["granitemoehybrid"][1], "model_type": "granitemoehybrid", **change})
+    with pytest.raises((QuantError, UnsupportedError), match=message):
+        config_from_hf({**CASES["granitemoehybrid-mamba"][1], "model_type": "granitemoehybrid", **change})
+
+
+def test_granite_4_has_both_names_of_kinds_of_layers():
+    form = {**CASES["granitemoehybrid-experts"][1], "model_type": "granitemoehybrid"}
+    config = config_from_hf(form)
+    published = {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_d_head": 8,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+        "time_step_min": 0.001,
+    }
+    assert config_from_hf({**form, **published}) == config
+    assert config.mamba == Mamba2((0, 2), heads=8, head_dim=8, state_dim=10, groups=1)
+    assert config.experts is not None
+    assert (config.experts.hidden, config.experts.shared_hidden, config.experts.shared_gate) == (40, 24, False)
 
 
 def test_layers_of_glm_flash_are_dense_first():

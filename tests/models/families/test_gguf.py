@@ -15,6 +15,7 @@ from fewbit.models import (
     Family,
     FullAttention,
     LinearAttention,
+    Mamba2,
     config_from_gguf,
     config_from_hf,
     forward,
@@ -191,6 +192,20 @@ def test_layers_of_gemma_4_that_the_decoder_cannot_run_are_refused(changed: dict
         gemma4(**changed)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, r"lacks the field 'granitehybrid\.ssm\.time_step_rank'"),
+        ({"ssm.time_step_rank": 5}, r"ssm\.inner_size = 48, which 5 heads do not divide"),
+        ({"ssm.time_step_rank": 6, "attention.head_count_kv": [0]}, "head_count_kv of 1 layers; expected 2"),
+    ],
+)
+def test_state_spaces_that_do_not_fit_are_refused(changed: dict[str, Any], message: str):
+    sizes = {"ssm.inner_size": 48, "ssm.state_size": 8, "ssm.group_count": 1, "ssm.conv_kernel": 4}
+    with pytest.raises(QuantError, match=message):
+        config_from_gguf(of_architecture("granitehybrid", **sizes, **changed), [])
+
+
 def test_layers_for_multi_token_prediction_are_left_out():
     settings = {**CASES["glm4_moe"][1], "model_type": "glm4_moe", "num_nextn_predict_layers": 0}
     config, family = config_from_hf(settings), FAMILIES["glm4_moe"]
@@ -260,8 +275,8 @@ def test_missing_keys_are_named():
 IN_GGUF = [model_type for model_type, family in FAMILIES.items() if family.gguf]
 """The families whose GGUF files the decoder runs."""
 
-KINDS_OF_LAYERS = ["gemma4_text-experts", "gemma4_text-shared"]
-"""Further cases of Gemma 4."""
+KINDS_OF_LAYERS = ["gemma4_text-experts", "gemma4_text-shared", "granitemoehybrid-experts"]
+"""Further cases of families whose layers differ."""
 
 KEYS = {
     "block_count": "layers",
@@ -296,6 +311,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "rope_theta": 300.0,
         "rope_local_base_freq": 70.0,
     },
+    "granitemoehybrid": {**CASES["granitemoehybrid-mamba"][1], "mamba_proj_bias": False, "intermediate_size": 40},
+    "granitemoehybrid-experts": {"position_embedding_type": "rope"},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
     "dots1": {"sliding_window": None},
@@ -328,6 +345,8 @@ def as_gguf(
         arrays = with_parts(arrays, config)
     if config.linear is not None:
         arrays = with_llama_cpp_heads(arrays, config.linear)
+    if config.mamba is not None:
+        arrays = with_parts_of_blocks(with_llama_cpp_states(arrays, config.mamba))
     named = {family.gguf_table.name(path): array for path, array in arrays.items()}
     fields = {"general.architecture": family.gguf, **{f"{family.gguf}.{k}": getattr(config, v) for k, v in KEYS.items()}}
     if config.window_rope_theta:
@@ -347,6 +366,8 @@ def as_gguf(
         fields |= {f"{family.gguf}.{key}": value for key, value in linear_fields(config.linear).items()}
     if config.latent is not None:
         fields |= {f"deepseek2.{key}": value for key, value in latent_fields(config, split=split).items()}
+    if config.mamba is not None:
+        fields |= {f"granitehybrid.{key}": value for key, value in state_space_fields(config, config.mamba).items()}
     if family.gguf == "gemma4":
         fields |= {f"gemma4.{key}": value for key, value in fields_of_kinds(config).items()}
     if isinstance(config.rope_scaling, Proportional):
@@ -373,6 +394,44 @@ def fields_of_kinds(config: DecoderConfig) -> dict[str, Any]:
         "embedding_length_per_layer_input": config.per_layer.width if config.per_layer else 0,
         "rope.dimension_count": full.head_dim,
     }
+
+
+def state_space_fields(config: DecoderConfig, mamba: Mamba2) -> dict[str, Any]:
+    """The fields of Granite 4."""
+    fields: dict[str, Any] = {
+        "attention.head_count_kv": [0 if layer in mamba.layers else config.kv_heads for layer in range(config.layers)],
+        "rope.scaling.finetuned": not config.nope_layers,
+        "ssm.conv_kernel": mamba.kernel,
+        "ssm.state_size": mamba.state_dim,
+        "ssm.group_count": mamba.groups,
+        "ssm.inner_size": mamba.width,
+        "ssm.time_step_rank": mamba.heads,
+    }
+    if config.experts is not None:
+        fields["feed_forward_length"] = config.experts.hidden
+    return fields
+
+
+def with_llama_cpp_states(arrays: dict[str, Any], mamba: Mamba2) -> dict[str, Any]:
+    """The arrays with what state spaces have in llama.cpp's form."""
+    found: dict[str, Any] = {}
+    for path, x in arrays.items():
+        name = path.rpartition("/")[2]
+        if name == "A_log":
+            found[path.replace("A_log", "A")] = -jnp.exp(x)[:, None]
+        else:
+            shapes = {"D": (-1, 1), "conv1d": (mamba.channels, mamba.kernel), "out_norm": (mamba.groups, -1)}
+            found[path] = x.reshape(shapes[name]) if name in shapes else x
+    return found
+
+
+def with_parts_of_blocks(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arrays with gate and up apart."""
+    found: dict[str, Any] = {}
+    for path, x in arrays.items():
+        parts = zip(("gate", "up"), jnp.split(x, 2), strict=True) if path.endswith("/gate+up") else (("gate+up", x),)
+        found |= {path.replace("gate+up", name): part for name, part in parts}
+    return found
 
 
 def factors_of_pairs(config: DecoderConfig, scaling: Proportional) -> np.ndarray:
@@ -523,6 +582,9 @@ def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_
         layout = "gguf_tiled" if config.linear.layout == "separate" else "gguf"
         assert found.linear == dataclasses.replace(config.linear, layout=layout)
         same["linear"] = config.linear
+    if config.mamba is not None:
+        assert found.mamba == dataclasses.replace(config.mamba, is_gguf=True)
+        same |= {"mamba": config.mamba, "fused_mlp": True}
     assert dataclasses.replace(found, **same) == config
 
 

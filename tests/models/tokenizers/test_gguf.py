@@ -248,6 +248,7 @@ KINDS = {
     "smollm3": [("gpt2", "smaug-bpe")],
     "granite": [("gpt2", "refact"), ("gpt2", "dbrx")],
     "granitemoe": [("gpt2", "refact")],
+    "granitemoehybrid": [("gpt2", "dbrx")],
     "gpt_oss": [("gpt2", "gpt-4o")],
     "deepseek_v2": [("gpt2", "deepseek-v3")],
     "deepseek_v3": [("gpt2", "deepseek-v3")],

@@ -31,6 +31,7 @@ from tests.nets.random_decoder import (
     FEATURES,
     LATENT,
     LINEAR,
+    MAMBA,
     OTHERS,
     SMALL,
     UNTIED,
@@ -48,6 +49,7 @@ CONFIGS = {
     "others": OTHERS,
     "latent": LATENT,
     "linear": ONE_LINEAR,
+    "mamba": dataclasses.replace(MAMBA, layers=2, nope_layers=(), mamba=dataclasses.replace(MAMBA.mamba, layers=(0,))),
 }
 
 
@@ -76,7 +78,7 @@ def errors(model, plan, values, tokens) -> float:
     "name",
     [
         "small",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("features", "latent", "linear")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("features", "latent", "linear", "mamba")),
         *(pytest.param(n, marks=pytest.mark.long) for n in ("untied", "others")),
     ],
 )

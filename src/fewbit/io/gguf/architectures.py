@@ -56,6 +56,7 @@ class Architecture:
         has_linear_attention: whether all but every n-th layer have linear attention.
         has_tiled_values: whether its heads of values are in the order that `linear_attention.py` describes.
         has_kinds_of_layers: whether its layers have heads and blocks of several sizes, which `gemma4.py` describes.
+        has_state_spaces: whether some layers are state spaces, which `state_space.py` describes.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -77,6 +78,7 @@ class Architecture:
     has_linear_attention: bool = False
     has_tiled_values: bool = False
     has_kinds_of_layers: bool = False
+    has_state_spaces: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     large_layers: int | None = None
@@ -405,6 +407,30 @@ ARCHITECTURES = {
         name="granitemoe",
         fields=(*_GRANITE.fields, *_EXPERTS),
         defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "granitemoehybrid": dataclasses.replace(
+        _GRANITE,
+        name="granitehybrid",
+        has_state_spaces=True,
+        defaults={
+            **_GRANITE.defaults,
+            "rms_norm_eps": 1e-6,
+            "intermediate_size": 11008,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
+        assumed={
+            **_SILU,
+            "attention_bias": (False,),
+            "position_embedding_type": ("rope", "nope", None),
+            "normalization_function": ("rmsnorm",),
+        },
     ),
     "gpt_oss": Architecture(
         "gpt-oss",

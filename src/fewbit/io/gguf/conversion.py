@@ -17,6 +17,7 @@ import numpy as np
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
+from . import state_space
 from .architectures import ARCHITECTURES, Architecture
 from .gemma4 import name_of_scale, target_of_factors, with_expert_factors
 from .linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
@@ -65,7 +66,8 @@ class Conversion:
             )
         for name in names:
             is_expert = _EXPERT.fullmatch(name) or _EXPERTS.fullmatch(name)
-            if not self._is_dropped(name) and not is_expert and not name.endswith(_LATENT) and linear_part(name) is None:
+            is_recurrent = linear_part(name) is not None or self._state_space_targets(name)
+            if not self._is_dropped(name) and not is_expert and not name.endswith(_LATENT) and not is_recurrent:
                 self._name(name)
 
     def targets(self, name: str) -> tuple[str, ...]:
@@ -83,6 +85,8 @@ class Conversion:
             return tuple(f"blk.{layer}.ffn_{kind}_exps.{'bias' if suffix == '_bias' else 'weight'}" for kind in kinds)
         if found := linear_part(name):
             return tuple(f"blk.{found[0]}.{target}" for target in PARTS[found[1]])
+        if found := self._state_space_targets(name):
+            return found
         return (target_of_factors(self._name(name)),)
 
     def tensors(self, values: Iterable[tuple[str, np.ndarray | jax.Array | QArray]]) -> Iterator[tuple[str, Stored]]:
@@ -122,6 +126,10 @@ class Conversion:
                 parts = linear_tensors(found[1], value, self._linear_heads, f"tensor {name!r}", self.ternary)
                 for target, tensor in zip(self.targets(name), parts, strict=True):
                     yield target, self._checked(target, tensor)
+            elif found := self._state_space_targets(name):
+                parts = state_space.tensors(name, value, self._settings, f"tensor {name!r}", self.ternary)
+                for target, tensor in zip(found, parts, strict=True):
+                    yield target, self._checked(target, tensor)
             else:
                 target = self._name(name)
                 yield target, self._checked(target, self._converted(target, stored(value, f"tensor {name!r}", self.ternary)))
@@ -144,6 +152,10 @@ class Conversion:
     def _linear_heads(self) -> LinearHeads:
         """The heads of linear attention."""
         return LinearHeads.of(self._settings, is_tiled=self.architecture.has_tiled_values)
+
+    def _state_space_targets(self, name: str) -> tuple[str, ...]:
+        """The names of the parts of a tensor of a state space, or of the block that every token passes beside them."""
+        return state_space.targets(name, self._settings) if self.architecture.has_state_spaces else ()
 
     @property
     def _expert_count(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from ..._json import Count, Positive, converted
 from ..._registry import near_names
 from ...errors import QuantError, UnsupportedError
+from . import state_space
 from .architectures import ARCHITECTURES, COMMON, Architecture, FieldRow
 from .fields import Field
 from .gemma4 import layer_fields, rope_factors, rotary_dim
@@ -76,6 +77,8 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
         fields |= {f"{architecture.name}.{key}": value for key, value in _linear_fields(architecture, said).items()}
     if architecture.has_kinds_of_layers:
         fields |= {f"{architecture.name}.{key}": value for key, value in layer_fields(said).items()}
+    if architecture.has_state_spaces:
+        fields |= {f"{architecture.name}.{key}": value for key, value in state_space.layer_fields(said).items()}
     for key, value in _rope_fields(architecture, said).items():
         fields[f"{architecture.name}.rope.{key}"] = value
     if architecture.name == "phi3":
@@ -251,7 +254,7 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
     if architecture.has_linear_attention:
         _full_attention_interval(config)
-    elif architecture.has_kinds_of_layers:
+    elif architecture.has_kinds_of_layers or architecture.has_state_spaces:
         pass  # `layer_fields` refuses
     elif not architecture.stores_windows or (config.get("sliding_window") and not config.get("layer_types")):
         _check_windows(architecture, config)

@@ -21,17 +21,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..config import DecoderConfig
-from ..layer import Params, linear
-from ..part_configs import LinearAttention
+from ..layer import Params, linear, plus_bias
+from ..part_configs import LinearAttention, Mamba2
 
-_CHUNK = 64
+CHUNK = 64
 """Tokens whose products with each other are one matrix; states pass from one chunk to the next."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearState:
-    """What linear attention remembers of the tokens before. A frozen pytree; in `lax.scan` with an axis of layers.
+    """What linear attention, or a state space layer, remembers of the tokens before.
+
+    A frozen pytree; in `lax.scan` with an axis of layers.
 
     Attributes:
         inputs: the last inputs of the convolution, r one less than its length.
@@ -67,25 +69,25 @@ def linear_attention(
         state = empty_state(part, batch=y.shape[0], dtype=y.dtype)
     T = y.shape[1]
     qkv, z, b, alpha = _projections(y, attn, part)
-    qkv, inputs = _convolved(qkv, attn["conv1d"], state.inputs, T if count is None else count)
+    qkv, inputs = convolved(qkv, attn, state.inputs, T if count is None else count)
     q, k, v = jnp.split(qkv, [part.keys_width, 2 * part.keys_width], axis=-1)
-    q, k = (_unit(_heads(x, part.key_heads)) for x in (q, k))
+    q, k = (_unit(in_heads(x, part.key_heads)) for x in (q, k))
     if part.layout == "gguf_tiled":
         q, k = (jnp.tile(x, (1, part.value_heads // part.key_heads, 1, 1)) for x in (q, k))
     else:
         q, k = (jnp.repeat(x, part.value_heads // part.key_heads, axis=1) for x in (q, k))
-    beta, decay = jax.nn.sigmoid(_heads(b, part.value_heads)[..., 0]), _decays(alpha, attn, part)
+    beta, decay = jax.nn.sigmoid(in_heads(b, part.value_heads)[..., 0]), _decays(alpha, attn, part)
     if count is not None:  # a token of padding neither decays nor changes the state
         counts = (jnp.arange(T, dtype=jnp.int32) < count)[None, None, :]
         beta, decay = jnp.where(counts, beta, 0.0), jnp.where(counts, decay, 0.0)
     values, memory = gated_delta_rule(
-        q * part.key_dim**-0.5, k, _heads(v, part.value_heads), decay=decay, beta=beta, memory=state.memory
+        q * part.key_dim**-0.5, k, in_heads(v, part.value_heads), decay=decay, beta=beta, memory=state.memory
     )
-    values = _normed(values, attn["out_norm"], config) * jax.nn.silu(_heads(z, part.value_heads))
+    values = _normed(values, attn["out_norm"], config) * jax.nn.silu(in_heads(z, part.value_heads))
     return values.swapaxes(1, 2).reshape(*y.shape[:2], -1).astype(y.dtype), LinearState(inputs, memory)
 
 
-def empty_state(part: LinearAttention, *, batch: int, dtype: jax.typing.DTypeLike) -> LinearState:
+def empty_state(part: LinearAttention | Mamba2, *, batch: int, dtype: jax.typing.DTypeLike) -> LinearState:
     """What is remembered before the first token.
 
     Args:
@@ -94,7 +96,7 @@ def empty_state(part: LinearAttention, *, batch: int, dtype: jax.typing.DTypeLik
         dtype: the dtype of the inputs of the convolution. States are float32.
     """
     inputs = jnp.zeros((batch, part.kernel - 1, part.channels), dtype)
-    return LinearState(inputs, jnp.zeros((batch, part.value_heads, part.key_dim, part.value_dim), jnp.float32))
+    return LinearState(inputs, jnp.zeros((batch, *part.state_shape), jnp.float32))
 
 
 def gated_delta_rule(
@@ -120,11 +122,20 @@ def gated_delta_rule(
         memory: the state before the first token.
     """
     T = q.shape[2]
-    size = min(_CHUNK, 1 << (T - 1).bit_length())
-    chunks = jax.tree.map(partial(_chunked, size=size), (q, k, v, decay, beta))
-    memory, out = lax.scan(_next_chunk, memory, chunks)  # out is [chunks, B, M, size, m]
+    memory, out = lax.scan(_next_chunk, memory, in_chunks((q, k, v, decay, beta)))
+    return from_chunks(out, T), memory
+
+
+def in_chunks(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Arrays `[B, M, T, ...]` with the tokens in chunks `[chunks, B, M, size, ...]`, the last one filled up by zeros."""
+    T = arrays[0].shape[2]
+    return jax.tree.map(partial(_chunked, size=min(CHUNK, 1 << (T - 1).bit_length())), arrays)
+
+
+def from_chunks(out: Float[Array, "chunks B M C m"], T: int) -> Float[Array, "B M T m"]:
+    """The outputs of all tokens, without those that filled up the last chunk."""
     out = jnp.moveaxis(out, 0, 2)
-    return out.reshape(*out.shape[:2], -1, out.shape[-1])[:, :, :T], memory
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])[:, :, :T]
 
 
 def _chunked(x: Float[Array, "B M T *n"], size: int) -> Float[Array, "chunks B M size *n"]:
@@ -138,19 +149,23 @@ def _chunked(x: Float[Array, "B M T *n"], size: int) -> Float[Array, "chunks B M
 def _next_chunk(memory: Float[Array, "B M n m"], chunk: tuple[Array, ...]) -> tuple[Array, Float[Array, "B M C m"]]:
     """The state after a chunk, and its outputs."""
     q, k, v, decay, beta = chunk
-    size = q.shape[2]
-    total = jnp.cumsum(decay, axis=-1)
-    since = total[..., :, None] - total[..., None, :]  # [B, M, C, C]
-    is_before = jnp.tril(jnp.ones((size, size), bool))[None, None]
-    faded = jnp.exp(jnp.where(is_before, since, -jnp.inf))
+    total, faded = fading(decay)
     replaced = k * beta[..., None]
-    written = v * beta[..., None] - _product(replaced * jnp.exp(total)[..., None], memory)
-    written = _product(_unit_lower_inverse(_product(replaced, k, transposed=True) * faded), written)
-    out = _product(q * jnp.exp(total)[..., None], memory)
-    out = out + _product(_product(q, k, transposed=True) * faded, written)
+    written = v * beta[..., None] - product(replaced * jnp.exp(total)[..., None], memory)
+    written = product(_unit_lower_inverse(product(replaced, k, transposed=True) * faded), written)
+    out = product(q * jnp.exp(total)[..., None], memory)
+    out = out + product(product(q, k, transposed=True) * faded, written)
     left = jnp.exp(total[..., -1:] - total)[..., None]
-    memory = memory * jnp.exp(total[..., -1])[..., None, None] + _product((k * left).swapaxes(-1, -2), written)
+    memory = memory * jnp.exp(total[..., -1])[..., None, None] + product((k * left).swapaxes(-1, -2), written)
     return memory, out
+
+
+def fading(decay: Float[Array, "B M C"]) -> tuple[Float[Array, "B M C"], Float[Array, "B M C C"]]:
+    """The sum of the decays of a chunk up to each token, and what is left at each token of each one before it, or itself."""
+    total = jnp.cumsum(decay, axis=-1)
+    since = total[..., :, None] - total[..., None, :]
+    is_before = jnp.tril(jnp.ones(since.shape[-2:], bool))[None, None]
+    return total, jnp.exp(jnp.where(is_before, since, -jnp.inf))
 
 
 def _unit_lower_inverse(system: Float[Array, "B M C C"]) -> Float[Array, "B M C C"]:
@@ -168,11 +183,11 @@ def _unit_lower_inverse(system: Float[Array, "B M C C"]) -> Float[Array, "B M C 
         b = jnp.moveaxis(jnp.diagonal(below, axis1=2, axis2=4), -1, 2)  # [B, M, count, size, size], as a' and c'
         a, c = inverse[:, :, 0::2], inverse[:, :, 1::2]
         top = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
-        inverse = jnp.concatenate([top, jnp.concatenate([-_product(_product(c, b), a), c], axis=-1)], axis=-2)
+        inverse = jnp.concatenate([top, jnp.concatenate([-product(product(c, b), a), c], axis=-1)], axis=-2)
     return inverse[:, :, 0]
 
 
-def _product(a: Float[Array, "*B r s"], b: Float[Array, "*B u v"], transposed: bool = False) -> Float[Array, "*B r t"]:
+def product(a: Float[Array, "*B r s"], b: Float[Array, "*B u v"], transposed: bool = False) -> Float[Array, "*B r t"]:
     """`a b` of each head, or `a b^T`, in float32."""
     last, batch = a.ndim - 1, tuple(range(a.ndim - 2))
     numbers = (((last,), (last if transposed else last - 1,)), (batch, batch))
@@ -199,25 +214,32 @@ def _projections(y: Array, attn: Params, part: LinearAttention) -> tuple[Array, 
     return qkv, z, b, alpha
 
 
-def _convolved(
-    x: Float[Array, "B T C"], weight: Float[Array, "C *one K"], before: Float[Array, "B r C"], count: Array | int
+def convolved(
+    x: Float[Array, "B T C"], attn: Params, before: Float[Array, "B r C"], count: Array | int
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B r C"]]:
-    """SiLU of each channel's causal convolution, and the last inputs of the tokens that count."""
-    T, taps = x.shape[1], weight.astype(jnp.float32).reshape(x.shape[-1], -1)
+    """SiLU of each channel's causal convolution, and the last inputs of the tokens that count.
+
+    Args:
+        x: the tokens.
+        attn: parameters with `conv1d [C, *one, K]`, and `conv1d_bias` if it has one.
+        before: the tokens before.
+        count: how many tokens count.
+    """
+    T, taps = x.shape[1], attn["conv1d"].astype(jnp.float32).reshape(x.shape[-1], -1)
     x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     shifted = (x[:, i : i + T].astype(jnp.float32) * taps[None, None, :, i] for i in range(taps.shape[1]))
     last = lax.dynamic_slice_in_dim(x, count, taps.shape[1] - 1, axis=1)
-    return jax.nn.silu(sum(shifted, jnp.float32(0))), last.astype(before.dtype)
+    return jax.nn.silu(plus_bias(sum(shifted, jnp.zeros((), jnp.float32)), attn, "conv1d")), last.astype(before.dtype)
 
 
 def _decays(alpha: Float[Array, "B T M"], attn: Params, part: LinearAttention) -> Float[Array, "B M T"]:
     """`g`, the logarithm of what is left of a state."""
-    dt = jax.nn.softplus(_heads(alpha, part.value_heads)[..., 0] + attn["dt_bias"].astype(jnp.float32)[None, :, None])
+    dt = jax.nn.softplus(in_heads(alpha, part.value_heads)[..., 0] + attn["dt_bias"].astype(jnp.float32)[None, :, None])
     rate = attn["A"].astype(jnp.float32) if part.is_gguf else -jnp.exp(attn["A_log"].astype(jnp.float32))
     return rate[None, :, None] * dt
 
 
-def _heads(x: Float[Array, "B T w"], heads: int) -> Float[Array, "B heads T width"]:
+def in_heads(x: Float[Array, "B T w"], heads: int) -> Float[Array, "B heads T width"]:
     """The heads of a projection, in float32."""
     return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2).astype(jnp.float32)
 

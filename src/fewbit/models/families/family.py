@@ -135,6 +135,7 @@ class Family:
         gguf: the architecture's name in GGUF files.
         gguf_table: the names of its parameters in GGUF files.
         permutes: whether llama.cpp's converter orders the rows of q and k for the "interleaved" rotary embedding.
+        expert_table: `table` of its models with experts, if it differs.
     """
 
     model_type: str
@@ -144,6 +145,13 @@ class Family:
     gguf: str = ""
     gguf_table: NameTable = GGUF
     permutes: bool = False
+    expert_table: NameTable | None = None
+
+    def table_of(self, config: DecoderConfig) -> NameTable:
+        """The names of the parameters of a configuration in Hugging Face files."""
+        if config.experts is None or self.expert_table is None:
+            return self.table
+        return self.expert_table
 
 
 class Common(msgspec.Struct, kw_only=True):

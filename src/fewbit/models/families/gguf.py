@@ -16,7 +16,7 @@ from ...kernels.quantize.dispatch import dequantize
 from ..attention.rope_scaling import Linear, LongRope, Proportional, RopeScaling, Yarn, yarn_gain
 from ..config import DecoderConfig
 from ..names import NameTable, check_layer_count
-from ..part_configs import Experts, FullAttention, LatentAttention, LinearAttention, PerLayerInputs, SharedKeys
+from ..part_configs import Experts, FullAttention, LatentAttention, LinearAttention, Mamba2, PerLayerInputs, SharedKeys
 from .family import GGUF, MANY, refuse_unless
 from .gguf_metadata import KEYS, WHERE, GGUFMetadata, read_metadata
 from .table import FAMILIES
@@ -56,7 +56,7 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
     hidden = found.hidden or found.expert_hidden
     if hidden is None:
         raise QuantError(f"{WHERE} lacks the field '{architecture}.feed_forward_length'")
-    if architecture != "gemma4":
+    if architecture not in ("gemma4", "granitehybrid"):
         hidden = found.hidden = _of_all_layers(hidden, f"{architecture}.feed_forward_length")
         found.kv_heads = _of_all_layers(found.kv_heads or found.heads, f"{architecture}.attention.head_count_kv")
     rotary_dim = found.rotary_dim or head_dim
@@ -175,6 +175,8 @@ def _experts(architecture: str, found: GGUFMetadata, names: Tensors) -> Experts 
     }
     if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2"):
         settings = _routed_experts(architecture, found, hidden)
+    if architecture == "granitehybrid":
+        settings["shared_gate"] = False
     if architecture == "gemma4":
         settings |= {"beside_dense": True, "router_scale": "blk.0.ffn_down_exps.scale" in names}
     is_joined = "blk.0.ffn_gate_up_exps.weight" in names
@@ -250,6 +252,32 @@ def _granite(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
         "embed_scale": found.embed_scale,
         "residual_scale": found.residual_scale,
         "logit_scale": 1 / found.logit_divisor,
+    }
+
+
+def _granite_hybrid(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    """Granite 4: a layer without heads of keys is a state space."""
+    sizes = {
+        name: getattr(found, name) for name in ("time_step_rank", "inner_size", "state_size", "group_count", "conv_kernel")
+    }
+    for name, size in sizes.items():
+        if size is None:
+            raise QuantError(f"{WHERE} lacks the field 'granitehybrid.{KEYS[name]}'")
+    heads, inner, state_dim, groups, kernel = sizes.values()
+    if inner % heads:
+        raise QuantError(f"{WHERE} has granitehybrid.ssm.inner_size = {inner}, which {heads} heads do not divide")
+    kv_heads = _by_layer(found.kv_heads or found.heads, found.layers, "granitehybrid.attention.head_count_kv")
+    layers = tuple(i for i, count in enumerate(kv_heads) if count == 0)
+    mamba = None
+    if layers:
+        conv_bias = f"blk.{layers[0]}.ssm_conv1d.bias" in names
+        mamba = Mamba2(layers, heads, inner // heads, state_dim, groups, kernel, conv_bias=conv_bias, is_gguf=True)
+    return {
+        **_granite(found, names),
+        "kv_heads": _of_all_layers([count for count in kv_heads if count], "granitehybrid.attention.head_count_kv"),
+        "hidden": found.shared_hidden or found.hidden,
+        "nope_layers": () if found.rotates else tuple(range(found.layers)),
+        "mamba": mamba,
     }
 
 
@@ -470,6 +498,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "smollm3": _smollm3,
     "granite": _granite,
     "granitemoe": _granite,
+    "granitehybrid": _granite_hybrid,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
 }

@@ -23,7 +23,7 @@ class GGUFMetadata(msgspec.Struct):
     norm_eps: Number
     extra_layers: Count = 0
     hidden: Positive | list[Positive] | None = None
-    kv_heads: Positive | list[Positive] | None = None
+    kv_heads: Positive | list[Count] | None = None
     head_dim: Positive | None = None
     value_length: Positive | None = None
     window_head_dim: Positive | None = None
@@ -65,6 +65,7 @@ class GGUFMetadata(msgspec.Struct):
     group_count: Positive | None = None
     time_step_rank: Positive | None = None
     inner_size: Positive | None = None
+    rotates: bool = True
     window: Count | None = None
     window_pattern: Positive | list[bool] | None = None
     attention_cap: float = 0.0
@@ -124,6 +125,7 @@ KEYS = {
     "group_count": "ssm.group_count",
     "time_step_rank": "ssm.time_step_rank",
     "inner_size": "ssm.inner_size",
+    "rotates": "rope.scaling.finetuned",
     "window": "attention.sliding_window",
     "window_pattern": "attention.sliding_window_pattern",
     "attention_cap": "attn_logit_softcapping",

@@ -1,14 +1,16 @@
 """Granite: multipliers of embeddings, attention, residuals and logits."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from ..._json import Count, Positive
+from ...errors import QuantError
 from ..config import DecoderConfig
-from ..part_configs import Experts
-from .family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
+from ..part_configs import Experts, Mamba2
+from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
 class _Granite(Common, kw_only=True):
@@ -34,6 +36,16 @@ class _Granite4(_Granite, kw_only=True):
     positions: str | None = msgspec.field(name="position_embedding_type", default=None)
     normalization: str = msgspec.field(name="normalization_function", default="rmsnorm")
     init_method: str | None = None
+    mamba_heads: Positive = msgspec.field(name="mamba_n_heads", default=128)
+    mamba_groups: Positive = msgspec.field(name="mamba_n_groups", default=1)
+    mamba_state: Positive = msgspec.field(name="mamba_d_state", default=256)
+    mamba_head_dim: Positive | str | None = msgspec.field(name="mamba_d_head", default=None)
+    mamba_kernel: Positive = msgspec.field(name="mamba_d_conv", default=4)
+    mamba_expand: Positive = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    mamba_chunk_size: Count = 256
+    time_step_limit: list[float | str | dict[str, str]] | None = None
 
 
 def _granite(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -48,18 +60,62 @@ def _granite_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
 
 
 def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    """The dense models of Granite 4 without Mamba layers, such as its micro."""
-    found = read_config({key: obj[key] for key in obj if not key.startswith(_OF_MAMBA)}, _Granite4, names)
-    for kind in found.kinds or ["mamba"]:
-        refuse_unless(kind, ("attention", "full_attention"), "layer_types")
-    refuse_unless(found.experts, (0,), "num_local_experts")
+    """Granite 4, with state space layers of Mamba-2 or without, and with experts or without."""
+    found = read_config({key: obj[key] for key in obj if key not in _OF_TRAINING}, _Granite4, names)
     refuse_unless(found.normalization, ("rmsnorm",), "normalization_function")
     nope = () if found.positions == "rope" else tuple(range(found.layers))
-    return decoder_config(found, fused_mlp=True, nope_layers=nope, **_shared_fields(found))
+    experts = None
+    if found.experts:
+        hidden = found.experts_hidden or _EXPERT_HIDDEN
+        experts = Experts(
+            found.experts, found.active or 2, hidden, shared_hidden=found.hidden, shared_gate=False, layout="joined"
+        )
+    return decoder_config(
+        found, fused_mlp=True, nope_layers=nope, mamba=_mamba(found), experts=experts, **_shared_fields(found)
+    )
 
 
-_OF_MAMBA = ("mamba_", "time_step_")
-"""What the keys of Mamba layers begin with."""
+_EXPERT_HIDDEN = 11008
+"""The width of an expert where config.json is silent, as transformers has it."""
+
+
+_OF_TRAINING = ("time_step_min", "time_step_max", "time_step_floor")
+"""Keys of which only the initial values of parameters depend."""
+
+_INFINITIES = (math.inf, "Infinity", "inf", {"__float__": "Infinity"})
+"""What files have for infinity."""
+
+_STATE_SPACE, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
+
+
+def _mamba(found: _Granite4) -> Mamba2 | None:
+    """The state space layers."""
+    kinds = found.kinds or ["mamba"] * found.layers
+    for kind in kinds:
+        refuse_unless(kind, (*_STATE_SPACE, *_ATTENTION), "layer_types")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind in _STATE_SPACE)
+    if not layers:
+        return None
+    refuse_unless(found.time_step_limit, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")
+    width = found.mamba_expand * found.width
+    head_dim = found.mamba_head_dim
+    if not isinstance(head_dim, int):
+        refuse_unless(head_dim, ("auto", None), "mamba_d_head")
+        head_dim = width // found.mamba_heads
+    if head_dim * found.mamba_heads != width:
+        raise QuantError(
+            f"config.json has {found.mamba_heads} heads of {head_dim} in state space layers, which mamba_expand makes {width} wide"
+        )
+    return Mamba2(
+        layers,
+        found.mamba_heads,
+        head_dim,
+        found.mamba_state,
+        found.mamba_groups,
+        found.mamba_kernel,
+        conv_bias=found.mamba_conv_bias,
+        bias=found.mamba_proj_bias,
+    )
 
 
 def _shared_fields(found: _Granite) -> dict[str, Any]:
@@ -80,10 +136,43 @@ _EXPERTS = {
     "mlp/experts/down": "block_sparse_moe.output_linear.weight",
 }
 
-_SHARED = {"mlp/gate+up": "shared_mlp.input_linear.weight", "mlp/down": "shared_mlp.output_linear.weight"}
+_MLP = {"mlp/gate+up": "shared_mlp.input_linear.weight", "mlp/down": "shared_mlp.output_linear.weight"}
+_MAMBA = {
+    "attn/in": "mamba.in_proj.weight",
+    "attn/in_bias": "mamba.in_proj.bias",
+    "attn/conv1d": "mamba.conv1d.weight",
+    "attn/conv1d_bias": "mamba.conv1d.bias",
+    **{f"attn/{name}": f"mamba.{name}" for name in ("dt_bias", "A_log", "D")},
+    "attn/out_norm": "mamba.norm.weight",
+    "attn/out": "mamba.out_proj.weight",
+    "attn/out_bias": "mamba.out_proj.bias",
+}
+_GRANITE_4_MOE = hf_table(
+    {**_EXPERTS, **_MAMBA, **{path.replace("mlp/", "mlp/shared/"): name for path, name in _MLP.items()}}
+)
+
+_GGUF = gguf_table(
+    {
+        **{f"attn/{name}": f"ssm_{name}.weight" for name in ("in", "conv1d", "out")},
+        "attn/conv1d_bias": "ssm_conv1d.bias",
+        "attn/dt_bias": "ssm_dt.bias",
+        "attn/A": "ssm_a",
+        "attn/D": "ssm_d",
+        "attn/out_norm": "ssm_norm.weight",
+    }
+)
 
 FAMILIES = (
     Family("granite", "Granite", _granite, gguf="granite", permutes=True),
     Family("granitemoe", "GraniteMoE", _granite_moe, hf_table(_EXPERTS), gguf="granitemoe", permutes=True),
-    Family("granitemoehybrid", "Granite 4 (dense)", _granite4, hf_table(_SHARED)),
+    Family(
+        "granitemoehybrid",
+        "Granite 4",
+        _granite4,
+        hf_table({**_MLP, **_MAMBA}),
+        gguf="granitehybrid",
+        gguf_table=_GGUF,
+        permutes=True,
+        expert_table=_GRANITE_4_MOE,
+    ),
 )

@@ -91,14 +91,14 @@ def decoder_of(obj: Mapping[str, Any], names: Collection[str]) -> tuple[DecoderC
     family = family_of(inner)
     config = family.config(inner, names)
     if inner is obj:
-        return config, family.table
+        return config, family.table_of(config)
     prefix = next((one for one in _PREFIXES if f"{one}embed_tokens.weight" in names), None)
     if prefix is None:
         raise QuantError(
             f"config.json has a text_config, and no tensor is named embed_tokens.weight after one of {', '.join(_PREFIXES)}"
         )
     head = next((one for one in _HEADS if one in names), _HEADS[0])
-    return config, _within(family.table, prefix, head)
+    return config, _within(family.table_of(config), prefix, head)
 
 
 def _within(table: NameTable, prefix: str, head: str) -> NameTable:

@@ -195,7 +195,7 @@ def _source(model: Model, ternary: str) -> _Source:
     if "model_type" in model.metadata:
         names = model.names
         if model.others:  # those of the language model alone
-            table = family_of(language_config(model.metadata)).table
+            table = family_of(language_config(model.metadata)).table_of(model.runnable_config())
             names = {path: table.name(path) for path in model.names}
         return _from_hugging_face(model, language_config(model.metadata), names, ternary, is_permuted=True)
     config = model.config

@@ -45,7 +45,7 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
         metadata = {}
     elif model.names:
         metadata = {**metadata, "tie_word_embeddings": config.tied}
-        table = family_of(metadata).table
+        table = family_of(metadata).table_of(config)
         names = {path: table.name(path) for path in arrays}
     note = f"the residual stream was rotated at random (seed {seed}); losses are relative to the rotated float32 weights"
     if config.rotated_outputs:
