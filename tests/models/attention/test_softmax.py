@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fewbit as fb
 from fewbit.kvcache import QuantizedCache, kv_policy
-from fewbit.models import Cache, DecoderConfig, HybridCache, empty_cache, forward, prefill, stack_layers
+from fewbit.models import Cache, DecoderConfig, HybridCache, empty_cache, forward, fuse_weights, prefill, stack_layers
 from fewbit.models.decoder import first_stream, layer_output, output_logits
 from tests.nets.random_decoder import SHARED_KEYS, SMALL, TWO_WIDTHS, random_params, random_tokens
 
@@ -43,6 +44,18 @@ def test_a_quantized_cache_gives_what_quantized_keys_and_values_do(config: Decod
     np.testing.assert_allclose(logits, whole[:, 6], **ROUNDING)
     logits, _ = prefill(params, tokens[:, 7:], cache, config)
     np.testing.assert_allclose(logits, whole[:, 7], **ROUNDING)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("config", [SHARED_KEYS, TWO_WIDTHS], ids=["shared keys", "two widths"])
+def test_fused_weights_compute_what_they_do_one_by_one(config: DecoderConfig):
+    quantized = jax.tree.map(lambda a: fb.quantize(a, "int8") if a.ndim == 2 else a, random_params(config))
+    fused, tokens = fuse_weights(quantized), random_tokens(config, 1, 7)
+    assert "q+k+v" in fused["layers"][0]["attn"], "a layer with keys of its own"
+    assert "q" in fused["layers"][-1 if config is SHARED_KEYS else 1]["attn"], "one without keys, or without values"
+    logits = jax.jit(fb.transparent(forward), static_argnums=2)
+    expected = logits(quantized, tokens, config)
+    np.testing.assert_allclose(logits(stack_layers(fused), tokens, config), expected, **ROUNDING)
 
 
 @pytest.mark.slow_after(1)

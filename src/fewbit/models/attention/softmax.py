@@ -116,7 +116,7 @@ class SoftmaxAttention:
 
     def _has_keys(self, attn: Params) -> bool:
         """Whether a layer has keys and values of its own."""
-        return self.config.shared_keys is None or "k" in attn
+        return self.config.shared_keys is None or "k" in attn or "q+k+v" in attn
 
     def _heads(
         self, y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, kvs: KeysValues, kind: int
