@@ -661,8 +661,8 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
             ours = family.gguf_table.name(f"layers/{layer}/mlp/experts/{part}")
         elif "/experts/" in path:
             continue  # the converter splits gate and up by hand
-        elif path.endswith("attn/qkvz"):
-            continue  # the converter splits it by hand, into attn_qkv and attn_gate
+        elif path.endswith("attn/qkvz") or (family.gguf == "granitehybrid" and path.endswith(("mlp/gate+up", "mlp/down"))):
+            continue  # the converter names these by hand: attn_qkv and attn_gate; ffn_gate and ffn_up, and ffn_down
         else:
             source = family.table.name(path).replace("correction_bias", "correction.bias")  # as the converter does
             source = source.replace("dt_bias", "dt_proj.bias")
