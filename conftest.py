@@ -113,9 +113,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker("slow")
 
 
+# Files with tests of more than a minute begin a run: as the last ones they would keep one worker while the others wait.
+BEGINNING = (
+    "tests/workflows/test_memory.py",
+    "tests/examples/",
+    "tests/workflows/methods/test_experts.py",
+    "tests/training/test_sharded",
+)
+
+
 @pytest.hookimpl(trylast=True)  # after the markers have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out all but every N-th case of each test, with `--every N`; the first one stays."""
+    """Puts the longest tests first. With `--every N` leaves out all but every N-th case of each test; the first one stays."""
+    items.sort(key=lambda item: not item.nodeid.startswith(BEGINNING))
     counts = collections.Counter[str]()
     chosen: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
