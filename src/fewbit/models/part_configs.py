@@ -39,7 +39,7 @@ class Experts:
         bias: whether router and experts have biases.
         beside_dense: whether a layer has a dense feed-forward block and experts, whose outputs are normed and added. The router and
             the experts then have input norms of their own (Gemma 4).
-        router_scale: whether a parameter multiplies the weight of each expert beside a dense block. A GGUF file in NVFP4 has it in the
+        router_scale: with `beside_dense`, whether each expert's weight has a scale, `router_scale`. A GGUF file in NVFP4 has it in the
             tensor scales of the experts.
         layout: "separate": leaves `experts/3/gate [F, D]`; "stacked": `experts/gate [E, F, D]`; "joined": `experts/gate+up
             [E, 2 F, D]`; "interleaved": `experts/gate+up [E, D, 2 F]`, gate and up in turn, and `experts/down [E, F, D]`

@@ -10,9 +10,9 @@ import pytest
 
 import fewbit as fb
 from fewbit.kvcache import QuantizedCache, kv_policy
-from fewbit.models import HybridCache, empty_cache, forward, fuse_weights, generate, prefill, stack_layers
+from fewbit.models import DecoderConfig, HybridCache, empty_cache, forward, fuse_weights, generate, prefill, stack_layers
 from fewbit.models.attention.linear import gated_delta_rule
-from tests.nets.random_decoder import LINEAR, random_params, random_tokens
+from tests.nets.random_decoder import LINEAR, MAMBA, random_params, random_tokens
 
 Case = tuple[dict[str, np.ndarray], np.ndarray]
 
@@ -90,12 +90,13 @@ def test_a_quantized_cache_in_parts_gives_the_logits_of_the_whole():
 
 
 @pytest.mark.slow
-def test_fused_and_quantized_weights_generate_what_they_do_one_by_one():
-    quantized = jax.tree.map(lambda a: fb.quantize(a, "int8") if a.ndim == 2 else a, random_params(LINEAR))
+@pytest.mark.parametrize(("config", "name"), [(LINEAR, "qkv"), (MAMBA, "in")], ids=["linear", "mamba"])
+def test_fused_and_quantized_weights_generate_what_they_do_one_by_one(config: DecoderConfig, name: str):
+    quantized = jax.tree.map(lambda a: fb.quantize(a, "int8") if a.ndim == 2 else a, random_params(config))
     fused = fuse_weights(quantized)
-    assert "q+k+v" in fused["layers"][2]["attn"] and "qkv" in fused["layers"][0]["attn"]
-    prompt = random_tokens(LINEAR, 2, 7)
-    written = functools.partial(generate, config=LINEAR, max_new_tokens=9)
+    assert "q+k+v" in fused["layers"][2]["attn"] and name in fused["layers"][0]["attn"]
+    prompt = random_tokens(config, 2, 7)
+    written = functools.partial(generate, config=config, max_new_tokens=9)
     expected = fb.transparent(written)(quantized, prompt).tokens
     np.testing.assert_array_equal(fb.transparent(written)(fused, prompt).tokens, expected)
     np.testing.assert_array_equal(fb.transparent(written)(stack_layers(fused), prompt).tokens, expected)
@@ -119,12 +120,21 @@ def test_no_triangular_solve_that_waits_for_another_one():
     assert "triangular_solve" not in str(jax.make_jaxpr(lambda given: gated_delta_rule(**given))(given))
 
 
-def test_rules_for_products_tell_its_products_by_name():
+@pytest.mark.parametrize(
+    ("config", "name", "weights"),
+    [(LINEAR, "gated_delta_rule", {"qkv", "z", "out"}), (MAMBA, "state_space", {"in", "out"})],
+    ids=["linear", "mamba"],
+)
+def test_rules_for_products_tell_its_products_by_name(config: DecoderConfig, name: str, weights: set[str]):
     plan = fb.plan(
-        lambda params, tokens: forward(params, tokens, LINEAR),
-        random_params(LINEAR),
-        random_tokens(LINEAR, 1, 3),
+        lambda params, tokens: forward(params, tokens, config),
+        random_params(config),
+        random_tokens(config, 1, 3),
         recipe="int8",
     )
     named = [row.name.partition("#")[0] for row in plan.products]
-    assert named.count("gated_delta_rule") == len(named) - 2, "all but the scores and the mean of values of one layer"
+    assert named.count(name) == len(named) - 2, "all but the scores and the mean of values of one layer"
+    quantized = {
+        row.path.rsplit("/", 1)[1] for row in plan if row.policy is not None and row.path.startswith("layers/0/attn")
+    }
+    assert quantized == weights

@@ -1,18 +1,16 @@
-"""A state space by chunks is its recurrence, and states of a KV cache go on where the tokens before ended."""
+"""A state space by chunks is its recurrence, and has a state in the cache. What it shares with linear attention is in test_linear."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fewbit as fb
 from fewbit.errors import QuantError
-from fewbit.models import HybridCache, Mamba2, empty_cache, forward, fuse_weights, generate, prefill, stack_layers
+from fewbit.models import HybridCache, Mamba2, empty_cache
 from fewbit.models.attention.mamba import state_space
-from tests.nets.random_decoder import MAMBA, random_params, random_tokens
+from tests.nets.random_decoder import MAMBA
 
 
 def recurrence(c, b, x, decay, memory) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +42,7 @@ def test_chunks_are_the_recurrence(T: int, decays: str):
     out, memory = state_space(**{name: jnp.asarray(one, jnp.float32) for name, one in given.items()})
     expected, state = recurrence(**given)
     # Sums of T products of three numbers near 1, each with a float32 rounding or two: T times 2**-23 of values below 10.
-    close = {"atol": 10 * T * 2**-23, "rtol": 2**-20}
+    close = {"atol": 10 * T * 2**-23, "rtol": 0}
     np.testing.assert_allclose(out, expected, **close)
     np.testing.assert_allclose(memory, state, **close)
 
@@ -63,42 +61,6 @@ def test_a_cache_has_keys_of_the_one_layer_and_states_of_the_others():
     assert {(state.inputs.shape, state.inputs.dtype) for state in cache.states} == {((2, 2, 44), jnp.dtype(jnp.bfloat16))}
     assert {(state.memory.shape, state.memory.dtype) for state in cache.states} == {((2, 4, 5, 6), jnp.dtype(jnp.float32))}
     assert len(cache.states) == 3
-
-
-@pytest.mark.slow
-def test_a_prompt_in_parts_and_with_padding_gives_the_logits_of_the_whole():
-    params, tokens = random_params(MAMBA), random_tokens(MAMBA, 2, 13)
-    whole = np.asarray(jax.jit(forward, static_argnames="config")(params, tokens, MAMBA)[:, -1])
-    cache = empty_cache(MAMBA, batch=2, max_length=20)
-    _, cache = prefill(params, jnp.pad(tokens[:, :6], ((0, 0), (0, 4))), cache, MAMBA, length=jnp.int32(6))
-    logits, cache = prefill(params, tokens[:, 6:], cache, MAMBA)
-    np.testing.assert_allclose(logits, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
-    assert isinstance(cache, HybridCache) and int(cache.length) == 13
-
-
-@pytest.mark.slow
-def test_fused_stacked_and_quantized_weights_generate_what_they_do_one_by_one():
-    quantized = jax.tree.map(lambda a: fb.quantize(a, "int8") if a.ndim == 2 else a, random_params(MAMBA))
-    fused = fuse_weights(quantized)
-    assert "q+k+v" in fused["layers"][2]["attn"] and "in" in fused["layers"][0]["attn"]
-    prompt = random_tokens(MAMBA, 2, 7)
-    written = functools.partial(generate, config=MAMBA, max_new_tokens=9)
-    expected = fb.transparent(written)(quantized, prompt).tokens
-    np.testing.assert_array_equal(fb.transparent(written)(fused, prompt).tokens, expected)
-    np.testing.assert_array_equal(fb.transparent(written)(stack_layers(fused), prompt).tokens, expected)
-
-
-def test_rules_for_products_tell_its_products_by_name():
-    plan = fb.plan(
-        lambda params, tokens: forward(params, tokens, MAMBA),
-        random_params(MAMBA),
-        random_tokens(MAMBA, 1, 3),
-        recipe="int8",
-    )
-    named = [row.name.partition("#")[0] for row in plan.products]
-    assert named.count("state_space") == len(named) - 2, "all but the scores and the mean of values of one layer"
-    quantized = {row.path.rsplit("/", 1)[1] for row in plan if row.policy is not None and "/0/attn" in row.path}
-    assert quantized == {"in", "out"}
 
 
 @pytest.mark.parametrize(

@@ -394,10 +394,11 @@ def test_the_first_gemma_names_another_gelu_than_it_means():
         ({"layer_types": None}, r"mamba\.layers has 3 of 3 layers; one without is expected at least"),
         ({"normalization_function": "layernorm"}, "normalization_function = 'layernorm'"),
         ({"time_step_limit": [0.1, "Infinity"]}, r"time_step_limit = \[0\.1, 'Infinity'\]; supported is None or"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 0}, "num_local_experts 4 and num_experts_per_tok 0"),
         ({"mamba_d_head": 12}, "has 8 heads of 12 in state space layers, which mamba_expand makes 64 wide"),
         ({"mamba_d_head": "wide"}, "mamba_d_head = 'wide'; supported is 'auto' or None"),
     ],
-    ids=["kinds", "default", "norms", "limit", "width", "head"],
+    ids=["kinds", "default", "norms", "limit", "experts", "width", "head"],
 )
 def test_granite_4_refuses(change: dict[str, Any], message: str):
     with pytest.raises((QuantError, UnsupportedError), match=message):

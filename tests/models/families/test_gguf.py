@@ -126,12 +126,16 @@ def test_exaone_rotates_where_it_has_a_window(pattern: int | list[bool], windows
     assert (len(config.window_layers), len(config.nope_layers)) == (windows, nope)
 
 
-def test_gates_and_up_projections_of_experts_may_be_joined():
-    settings = {**CASES["qwen3_moe"][1], "model_type": "qwen3_moe"}
-    config, family = config_from_hf(settings), FAMILIES["qwen3_moe"]
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "dots1"])
+def test_gates_and_up_projections_of_experts_may_be_joined(model_type: str):
+    """Also where the first layer is dense."""
+    settings = {**CASES[model_type][1], **CHANGED.get(model_type, {}), "model_type": model_type}
+    config, family = config_from_hf(settings), FAMILIES[model_type]
     params = random_params(config)
     fields, arrays = as_gguf(params, config, family)
     for i in range(config.layers):
+        if config.experts_of(i) is None:
+            continue
         both = [arrays.pop(f"blk.{i}.ffn_{part}_exps.weight") for part in ("gate", "up")]
         arrays[f"blk.{i}.ffn_gate_up_exps.weight"] = jnp.concatenate(both, axis=1)
     found = config_from_gguf(fields, arrays)

@@ -4,6 +4,7 @@ Reference: llama.cpp, conversion/*.py and src/models/*.cpp (commit 0c1e570, 2026
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -54,9 +55,9 @@ class Architecture:
         has_all_heads: whether it runs only with as many heads of keys as of queries.
         rotates_part: whether a part of each head may rotate.
         has_linear_attention: whether all but every n-th layer have linear attention.
-        has_tiled_values: whether its heads of values are in the order that `linear_attention.py` describes.
-        has_kinds_of_layers: whether its layers have heads and blocks of several sizes, which `gemma4.py` describes.
-        has_state_spaces: whether some layers are state spaces, which `state_space.py` describes.
+        has_tiled_values: whether its heads of values are in the order that `layers/linear_attention.py` describes.
+        has_kinds_of_layers: whether its layers have heads and blocks of several sizes, which `layers/gemma4.py` describes.
+        has_state_spaces: whether some layers are state spaces, which `layers/state_space.py` describes.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -430,6 +431,7 @@ ARCHITECTURES = {
             "attention_bias": (False,),
             "position_embedding_type": ("rope", "nope", None),
             "normalization_function": ("rmsnorm",),
+            "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf]),
         },
     ),
     "gpt_oss": Architecture(

@@ -17,10 +17,10 @@ import numpy as np
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
-from . import state_space
 from .architectures import ARCHITECTURES, Architecture
-from .gemma4 import name_of_scale, target_of_factors, with_expert_factors
-from .linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
+from .layers import state_space
+from .layers.gemma4 import name_of_scale, target_of_factors, with_expert_factors
+from .layers.linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
 from .stored import Stored, stacked, stored
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe)\.)?experts\.(\d+)\.(\w+)\.weight")
@@ -154,7 +154,7 @@ class Conversion:
         return LinearHeads.of(self._settings, is_tiled=self.architecture.has_tiled_values)
 
     def _state_space_targets(self, name: str) -> tuple[str, ...]:
-        """The names of the parts of a tensor of a state space, or of the block that every token passes beside them."""
+        """The GGUF names of a tensor of a state space or of the shared feed-forward block; empty for another one."""
         return state_space.targets(name, self._settings) if self.architecture.has_state_spaces else ()
 
     @property

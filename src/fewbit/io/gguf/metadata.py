@@ -10,11 +10,11 @@ import numpy as np
 from ..._json import Count, Positive, converted
 from ..._registry import near_names
 from ...errors import QuantError, UnsupportedError
-from . import state_space
 from .architectures import ARCHITECTURES, COMMON, Architecture, FieldRow
 from .fields import Field
-from .gemma4 import layer_fields, rope_factors, rotary_dim
-from .linear_attention import LinearHeads
+from .layers import state_space
+from .layers.gemma4 import layer_fields, rope_factors, rotary_dim
+from .layers.linear_attention import LinearHeads
 from .stored import Stored, stored
 
 _LARGEST_HEAD = 65536
@@ -239,6 +239,11 @@ def _check_windows(architecture: Architecture, config: Mapping[str, Any]) -> Non
         )
 
 
+def _says_windows(architecture: Architecture, config: Mapping[str, Any]) -> bool:
+    """Whether the file says which layers have a sliding window, or none has one."""
+    return architecture.stores_windows and bool(config.get("layer_types") or not config.get("sliding_window"))
+
+
 def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuses layers that differ from those that llama.cpp has built in."""
     layers = config.get("num_hidden_layers") or 0
@@ -254,9 +259,7 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
     if architecture.has_linear_attention:
         _full_attention_interval(config)
-    elif architecture.has_kinds_of_layers or architecture.has_state_spaces:
-        pass  # `layer_fields` refuses
-    elif not architecture.stores_windows or (config.get("sliding_window") and not config.get("layer_types")):
+    elif not (architecture.has_kinds_of_layers or architecture.has_state_spaces or _says_windows(architecture, config)):
         _check_windows(architecture, config)
     if name == "smollm3":
         rotated, interval = config.get("no_rope_layers") or [], config.get("no_rope_layer_interval")

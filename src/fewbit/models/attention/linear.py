@@ -149,7 +149,7 @@ def _chunked(x: Float[Array, "B M T *n"], size: int) -> Float[Array, "chunks B M
 def _next_chunk(memory: Float[Array, "B M n m"], chunk: tuple[Array, ...]) -> tuple[Array, Float[Array, "B M C m"]]:
     """The state after a chunk, and its outputs."""
     q, k, v, decay, beta = chunk
-    total, faded = fading(decay)
+    total, faded = decays_between(decay)
     replaced = k * beta[..., None]
     written = v * beta[..., None] - product(replaced * jnp.exp(total)[..., None], memory)
     written = product(_unit_lower_inverse(product(replaced, k, transposed=True) * faded), written)
@@ -160,7 +160,7 @@ def _next_chunk(memory: Float[Array, "B M n m"], chunk: tuple[Array, ...]) -> tu
     return memory, out
 
 
-def fading(decay: Float[Array, "B M C"]) -> tuple[Float[Array, "B M C"], Float[Array, "B M C C"]]:
+def decays_between(decay: Float[Array, "B M C"]) -> tuple[Float[Array, "B M C"], Float[Array, "B M C C"]]:
     """The sum of the decays of a chunk up to each token, and what is left at each token of each one before it, or itself."""
     total = jnp.cumsum(decay, axis=-1)
     since = total[..., :, None] - total[..., None, :]

@@ -1,4 +1,4 @@
-"""State space layers of Mamba-2 (Granite 4): linear attention whose states fade, without the delta rule.
+"""State space layers of Mamba-2: linear attention with decay (Granite 4).
 
 `x`, `b` and `c` pass a causal convolution and SiLU. A head has a state `S [n, m]`, which `b` writes to and `c` reads:
 
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from ..config import DecoderConfig
 from ..layer import Params, linear, plus_bias
 from ..part_configs import Mamba2
-from .linear import LinearState, convolved, empty_state, fading, from_chunks, in_chunks, in_heads, product
+from .linear import LinearState, convolved, decays_between, empty_state, from_chunks, in_chunks, in_heads, product
 
 
 def state_space_layer(
@@ -32,16 +32,7 @@ def state_space_layer(
 ) -> tuple[Float[Array, "B T w"], LinearState]:
     """A state space layer for normed tokens, before the output projection.
 
-    Args:
-        y: the tokens.
-        attn: the parameters.
-        config: the configuration.
-        part: its `mamba`.
-        state: what is remembered of the tokens before; None: there are none.
-        count: how many of the tokens count, before padding; None: all.
-
-    Returns:
-        The values of all heads, `w = M m`, and what is remembered of the tokens up to the last that counts.
+    Arguments and results are those of `linear_attention`; `part` is the `mamba` of the configuration.
     """
     if state is None:
         state = empty_state(part, batch=y.shape[0], dtype=y.dtype)
@@ -52,7 +43,7 @@ def state_space_layer(
     x, b, c = jnp.split(xbc, [part.width, part.width + shared], axis=-1)
     x, b, c = in_heads(x, part.heads), in_heads(b, part.groups), in_heads(c, part.groups)
     step = jax.nn.softplus(in_heads(dt, part.heads)[..., 0] + _of_heads(attn, "dt_bias"))
-    if count is not None:  # a token of padding neither fades nor changes the state
+    if count is not None:  # a token of padding neither decays nor changes the state
         step = jnp.where((jnp.arange(T, dtype=jnp.int32) < count)[None, None, :], step, 0.0)
     rate = _of_heads(attn, "A") if part.is_gguf else -jnp.exp(_of_heads(attn, "A_log"))
     values, memory = state_space(c, b, x * step[..., None], decay=rate * step, memory=state.memory)
@@ -89,7 +80,7 @@ def _next_chunk(memory: Float[Array, "B M n m"], chunk: tuple[Array, ...]) -> tu
     """The state after a chunk, and its outputs."""
     c, b, x, decay = chunk
     M, N = x.shape[1], c.shape[1]
-    total, faded = fading(decay)
+    total, faded = decays_between(decay)
     scores = jnp.repeat(product(c, b, transposed=True), M // N, axis=1) * faded
     read = _by_head(product(c, _by_group(memory, N)), M)
     out = product(scores, x) + read * jnp.exp(total)[..., None]

@@ -50,13 +50,10 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
     head_dim = found.head_dim or found.width // found.heads
     if architecture != "deepseek2":
         refuse_unless(found.value_length or head_dim, (head_dim,), f"{architecture}.attention.value_length", WHERE)
-    vocab = len(found.tokens) or found.vocab
-    if vocab is None:
-        raise QuantError(f"{WHERE} has neither 'tokenizer.ggml.tokens' nor '{architecture}.vocab_size'")
     hidden = found.hidden or found.expert_hidden
     if hidden is None:
         raise QuantError(f"{WHERE} lacks the field '{architecture}.feed_forward_length'")
-    if architecture not in ("gemma4", "granitehybrid"):
+    if architecture not in _OF_SEVERAL_SIZES:
         hidden = found.hidden = _of_all_layers(hidden, f"{architecture}.feed_forward_length")
         found.kv_heads = _of_all_layers(found.kv_heads or found.heads, f"{architecture}.attention.head_count_kv")
     rotary_dim = found.rotary_dim or head_dim
@@ -75,7 +72,7 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
         **ARCHITECTURES[architecture](found, names),
     }
     return DecoderConfig(
-        vocab=vocab,
+        vocab=found.rows,
         layers=found.layers,
         width=found.width,
         heads=found.heads,
@@ -85,6 +82,10 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
         context=found.context,
         **settings,
     )
+
+
+_OF_SEVERAL_SIZES = ("gemma4", "granitehybrid")
+"""The architectures whose layers have heads of keys or feed-forward blocks of several sizes."""
 
 
 def gguf_architecture(fields: Fields) -> str:
@@ -178,8 +179,8 @@ def _experts(architecture: str, found: GGUFMetadata, names: Tensors) -> Experts 
     if architecture == "granitehybrid":
         settings["shared_gate"] = False
     if architecture == "gemma4":
-        settings |= {"beside_dense": True, "router_scale": "blk.0.ffn_down_exps.scale" in names}
-    is_joined = "blk.0.ffn_gate_up_exps.weight" in names
+        settings |= {"beside_dense": True, "router_scale": f"blk.{layers[0]}.ffn_down_exps.scale" in names}
+    is_joined = f"blk.{layers[0]}.ffn_gate_up_exps.weight" in names
     return Experts(
         found.experts,
         found.active,
@@ -257,21 +258,13 @@ def _granite(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
 
 def _granite_hybrid(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """Granite 4: a layer without heads of keys is a state space."""
-    sizes = {
-        name: getattr(found, name) for name in ("time_step_rank", "inner_size", "state_size", "group_count", "conv_kernel")
-    }
-    for name, size in sizes.items():
-        if size is None:
-            raise QuantError(f"{WHERE} lacks the field 'granitehybrid.{KEYS[name]}'")
-    heads, inner, state_dim, groups, kernel = sizes.values()
-    if inner % heads:
-        raise QuantError(f"{WHERE} has granitehybrid.ssm.inner_size = {inner}, which {heads} heads do not divide")
-    kv_heads = _by_layer(found.kv_heads or found.heads, found.layers, "granitehybrid.attention.head_count_kv")
+    groups, heads, state_dim, head_dim, kernel = _state_sizes(found, "granitehybrid")
+    kv_heads = _by_layer(found.kv_heads, found.layers, "granitehybrid.attention.head_count_kv")
     layers = tuple(i for i, count in enumerate(kv_heads) if count == 0)
     mamba = None
     if layers:
         conv_bias = f"blk.{layers[0]}.ssm_conv1d.bias" in names
-        mamba = Mamba2(layers, heads, inner // heads, state_dim, groups, kernel, conv_bias=conv_bias, is_gguf=True)
+        mamba = Mamba2(layers, heads, head_dim, state_dim, groups, kernel, conv_bias=conv_bias, is_gguf=True)
     return {
         **_granite(found, names),
         "kv_heads": _of_all_layers([count for count in kv_heads if count], "granitehybrid.attention.head_count_kv"),
@@ -345,8 +338,8 @@ def _gemma4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     if not with_window or own < 1:
         raise UnsupportedError(f"{WHERE} is not of layers with and without a sliding window, keys and values of their own")
     without = [i for i in range(found.layers) if i not in with_window]
-    kv_heads = _by_layer(found.kv_heads or found.heads, found.layers, "gemma4.attention.head_count_kv")
-    hidden = _by_layer(found.hidden or 0, found.layers, "gemma4.feed_forward_length")
+    kv_heads = _by_layer(found.kv_heads, found.layers, "gemma4.attention.head_count_kv")
+    hidden = _by_layer(found.hidden, found.layers, "gemma4.feed_forward_length")
     sizes = ([kv_heads[i] for i in with_window], [kv_heads[i] for i in without], hidden[:own], hidden[own:] or hidden[:own])
     if any(len(set(one)) > 1 for one in sizes):
         raise UnsupportedError(f"{WHERE} has heads or feed-forward blocks of other sizes in layers of one kind")
@@ -365,7 +358,7 @@ def _gemma4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
         "hidden": of_own,
         "full": None if alike else full,
         "shared_keys": shared,
-        "per_layer": PerLayerInputs(len(found.tokens) or found.vocab or 0, found.input_width) if found.input_width else None,
+        "per_layer": PerLayerInputs(found.rows, found.input_width) if found.input_width else None,
         "norms": "sandwich",
         "attention_scale": 1.0,
         "qk_norm": "head",
@@ -376,7 +369,7 @@ def _gemma4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
 
 
 _NO_ROTATION = 1e29
-"""Factors of frequencies from here on stand for pairs that do not rotate; llama.cpp's converter writes 1e30."""
+"""The least factor of a frequency that turns rotary embedding off; llama.cpp's converter writes 1e30."""
 
 
 def _of_pairs(scaling: RopeScaling | None) -> RopeScaling | None:
@@ -399,8 +392,10 @@ def _of_all_layers(sizes: int | list[int], key: str) -> int:
     return sizes[0]
 
 
-def _by_layer(sizes: int | list[int], layers: int, key: str) -> list[int]:
+def _by_layer(sizes: int | list[int] | None, layers: int, key: str) -> list[int]:
     """The size of each layer; the file may have one for all."""
+    if sizes is None:
+        raise QuantError(f"{WHERE} lacks the field {key!r}")
     sizes = [sizes] * layers if isinstance(sizes, int) else sizes
     if len(sizes) != layers:
         raise QuantError(f"{WHERE} has {key} of {len(sizes)} layers; expected {layers}")
@@ -442,21 +437,27 @@ def _deepseek2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
 
 def _hybrid(found: GGUFMetadata, names: Tensors, architecture: str) -> dict[str, Any]:
     """Qwen3-Next and Qwen3.5: linear attention in all but every n-th layer, and a gate in the others. The 1 of gains is added."""
+    keys, values, key_dim, value_dim, kernel = _state_sizes(found, architecture)
+    layers = tuple(i for i in range(found.layers) if (i + 1) % found.interval)
+    linear = None
+    if layers:
+        layout = "gguf" if architecture == "qwen3next" else "gguf_tiled"
+        linear = LinearAttention(layers, keys, values, key_dim, value_dim, kernel, layout)
+    return {"qk_norm": "head", "attention_gate": True, "linear": linear}
+
+
+def _state_sizes(found: GGUFMetadata, architecture: str) -> tuple[int, int, int, int, int]:
+    """The sizes of layers with a state: groups, heads, the widths of a state and of a head, and the length of the convolution."""
     sizes = {
         name: getattr(found, name) for name in ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
     }
     for name, size in sizes.items():
         if size is None:
             raise QuantError(f"{WHERE} lacks the field '{architecture}.{KEYS[name]}'")
-    keys, values, key_dim, inner, kernel = sizes.values()
-    if inner % values:
-        raise QuantError(f"{WHERE} has {architecture}.ssm.inner_size = {inner}, which {values} heads do not divide")
-    layers = tuple(i for i in range(found.layers) if (i + 1) % found.interval)
-    linear = None
-    if layers:
-        layout = "gguf" if architecture == "qwen3next" else "gguf_tiled"
-        linear = LinearAttention(layers, keys, values, key_dim, inner // values, kernel, layout)
-    return {"qk_norm": "head", "attention_gate": True, "linear": linear}
+    groups, heads, state_dim, inner, kernel = sizes.values()
+    if inner % heads:
+        raise QuantError(f"{WHERE} has {architecture}.ssm.inner_size = {inner}, which {heads} heads do not divide")
+    return groups, heads, state_dim, inner // heads, kernel
 
 
 def _windows(found: GGUFMetadata, period: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, Positive, converted
+from ...errors import QuantError
 from .family import Number
 
 WHERE = "the GGUF metadata"
@@ -74,6 +75,13 @@ class GGUFMetadata(msgspec.Struct):
     embed_scale: Number = 1.0
     residual_scale: Number = 1.0
     logit_divisor: Number = 1.0
+
+    @property
+    def rows(self) -> int:
+        """The rows of the embedding."""
+        if rows := len(self.tokens) or self.vocab:
+            return rows
+        raise QuantError(f"{WHERE} has neither 'tokenizer.ggml.tokens' nor a 'vocab_size' of its architecture")
 
 
 KEYS = {

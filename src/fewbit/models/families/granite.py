@@ -29,9 +29,9 @@ class _GraniteMoe(_Granite, kw_only=True):
 
 class _Granite4(_Granite, kw_only=True):
     hidden: Positive = msgspec.field(name="shared_intermediate_size", default=1024)
-    experts_hidden: Positive | None = msgspec.field(name="intermediate_size", default=None)
+    experts_hidden: Positive = msgspec.field(name="intermediate_size", default=11008)
     experts: Count = msgspec.field(name="num_local_experts", default=8)
-    active: Count | None = msgspec.field(name="num_experts_per_tok", default=None)
+    active: Count | None = msgspec.field(name="num_experts_per_tok", default=2)
     kinds: list[str] | None = msgspec.field(name="layer_types", default=None)
     positions: str | None = msgspec.field(name="position_embedding_type", default=None)
     normalization: str = msgspec.field(name="normalization_function", default="rmsnorm")
@@ -66,17 +66,13 @@ def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     nope = () if found.positions == "rope" else tuple(range(found.layers))
     experts = None
     if found.experts:
-        hidden = found.experts_hidden or _EXPERT_HIDDEN
-        experts = Experts(
-            found.experts, found.active or 2, hidden, shared_hidden=found.hidden, shared_gate=False, layout="joined"
-        )
+        if not found.active:
+            raise QuantError(f"config.json has num_local_experts {found.experts} and num_experts_per_tok {found.active}")
+        sizes = (found.experts, found.active, found.experts_hidden)
+        experts = Experts(*sizes, shared_hidden=found.hidden, shared_gate=False, layout="joined")
     return decoder_config(
         found, fused_mlp=True, nope_layers=nope, mamba=_mamba(found), experts=experts, **_shared_fields(found)
     )
-
-
-_EXPERT_HIDDEN = 11008
-"""The width of an expert where config.json is silent, as transformers has it."""
 
 
 _OF_TRAINING = ("time_step_min", "time_step_max", "time_step_floor")

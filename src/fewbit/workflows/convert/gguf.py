@@ -14,9 +14,9 @@ from ...io.gguf.architectures import ARCHITECTURES
 from ...io.gguf.blocks import why_not as why_not
 from ...io.gguf.conversion import Conversion, applies_scale, ignored_scale, is_contracted_first, with_applied_scale
 from ...io.gguf.fields import Field
-from ...io.gguf.gemma4 import target_of_factors, with_expert_factors
 from ...io.gguf.header import read_header
-from ...io.gguf.linear_attention import LinearHeads
+from ...io.gguf.layers.gemma4 import target_of_factors, with_expert_factors
+from ...io.gguf.layers.linear_attention import LinearHeads
 from ...io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
 from ...io.gguf.reader import gguf_package, read_gguf, scale_name
 from ...io.gguf.stored import Stored, stored

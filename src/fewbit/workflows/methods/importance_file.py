@@ -13,7 +13,7 @@ from ...calibration.measure import Observation
 from ...errors import QuantError
 from ...io.files import file_sha256
 from ...io.gguf.imatrix import ImportanceMatrix, read_imatrix
-from ...io.gguf.linear_attention import LinearHeads
+from ...io.gguf.layers.linear_attention import LinearHeads
 from ...methods.imatrix import IMatrix
 from ...models.families.family import GGUF
 from ...models.families.gguf import gguf_table_of

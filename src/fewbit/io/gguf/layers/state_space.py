@@ -1,7 +1,7 @@
 """State space layers of Mamba-2 (Granite 4) as GGUF files have them.
 
 A layer without heads of keys is one. `A_log` is stored as `-exp(A_log)`, `[M, 1]` as `D` is, the convolution as `[C, K]`, and the gain of the
-norm by groups, `[N, w / N]`. Joined gates and up projections of the block that every token passes are separated.
+norm by groups, `[N, w / N]`. Joined gate and up projections of the shared feed-forward block are separated.
 
 Reference: llama.cpp, conversion/granite.py and src/models/granite-hybrid.cpp (2026).
 """
@@ -14,11 +14,11 @@ import jax
 import msgspec
 import numpy as np
 
-from ..._json import Count, Positive, converted
-from ...array.qarray import QArray
-from ...errors import QuantError, UnsupportedError
-from .fields import Field
-from .stored import Stored, stored
+from ...._json import Count, Positive, converted
+from ....array.qarray import QArray
+from ....errors import QuantError, UnsupportedError
+from ..fields import Field
+from ..stored import Stored, stored
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.mamba\.(\w+(?:\.\w+)?)")
 _TARGETS = {
@@ -31,11 +31,12 @@ _TARGETS = {
     "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
 }
+_ATTENTION, _STATE_SPACE = ("attention", "full_attention"), ("mamba", "linear_attention")
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.(input|output)_linear\.weight")
 
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Field]:
-    """The fields of state spaces, of attention and of the block that every token passes, by their keys after the architecture.
+    """The fields of state spaces, of attention and of the shared feed-forward block, by their keys after the architecture.
 
     Args:
         config: the content of config.json, with the defaults of the family.
@@ -45,11 +46,16 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Field]:
         UnsupportedError: for layers that llama.cpp does not run.
     """
     found = converted(config, _Hybrid, "config.json")
-    is_attention = [kind in ("attention", "full_attention") for kind in found.kinds or []]
+    kinds = found.kinds or []
+    if unknown := [kind for kind in kinds if kind not in (*_ATTENTION, *_STATE_SPACE)]:
+        raise UnsupportedError(f"llama.cpp has no layers of kind {unknown[0]!r} in granitehybrid")
+    is_attention = [kind in _ATTENTION for kind in kinds]
     if len(is_attention) != found.layers or len(set(is_attention)) != 2:
         raise UnsupportedError(
             "llama.cpp runs Granite 4 as granitehybrid only with attention in some layers and state spaces in the others"
         )
+    if found.head_dim not in ("auto", None, found.expand * found.width // found.heads):
+        raise QuantError(f"config.json has mamba_d_head {found.head_dim}, and {found.heads} heads of another width")
     if found.expand != 2 or found.has_biases:
         raise UnsupportedError(
             "llama.cpp runs state spaces of Granite 4 only with mamba_expand 2 and without mamba_proj_bias"
@@ -80,7 +86,7 @@ def targets(name: str, config: Mapping[str, Any]) -> tuple[str, ...]:
         config: as for `layer_fields`.
 
     Returns:
-        The names; empty for a tensor of neither a state space nor the block that every token passes.
+        The names; empty for a tensor of neither a state space nor the shared feed-forward block.
     """
     if (found := _NAME.fullmatch(name)) and found[2] in _TARGETS:
         return (f"blk.{found[1]}.{_TARGETS[found[2]]}",)
@@ -141,6 +147,7 @@ class _Hybrid(msgspec.Struct, kw_only=True):
     positions: str | None = msgspec.field(name="position_embedding_type", default=None)
     heads: Positive = msgspec.field(name="mamba_n_heads")
     groups: Positive = msgspec.field(name="mamba_n_groups")
+    head_dim: Positive | str | None = msgspec.field(name="mamba_d_head", default=None)
     state_dim: Positive = msgspec.field(name="mamba_d_state")
     kernel: Positive = msgspec.field(name="mamba_d_conv")
     expand: Positive = msgspec.field(name="mamba_expand")

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...array.qarray import QArray
-from ...array.scheme import Scheme
-from ...errors import QuantError
-from .blocks import LAYOUTS, type_of
-from .stored import Stored, stored
+from ....array.qarray import QArray
+from ....array.scheme import Scheme
+from ....errors import QuantError
+from ..blocks import LAYOUTS, type_of
+from ..stored import Stored, stored
 
 PARTS: dict[str, tuple[str, ...]] = {
     "in_proj_qkv.weight": ("attn_qkv.weight",),

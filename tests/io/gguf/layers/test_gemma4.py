@@ -5,7 +5,7 @@ import pytest
 
 from fewbit import QuantError, UnsupportedError
 from fewbit.io.gguf.conversion import applies_scale
-from fewbit.io.gguf.gemma4 import with_expert_factors
+from fewbit.io.gguf.layers.gemma4 import with_expert_factors
 from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
 from fewbit.io.gguf.stored import Stored, stored
 from tests.io.gguf.test_conversion import LAYER, conversion, converted, normal, quantized, values
@@ -114,10 +114,11 @@ def test_what_llama_cpp_cannot_run_is_refused(name, changed, error, message):
 
 
 def test_a_share_of_rotating_pairs_that_is_none_is_refused():
-    rope = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}}
-    config = config_of("gemma4", rope_parameters=rope)
-    with pytest.raises(QuantError, match=r"partial_rotary_factor 2\.0"):
-        extra_tensors(architecture_of(config), config)
+    for share in (2.0, 0.0):
+        rope = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": share}}
+        config = config_of("gemma4", rope_parameters=rope)
+        with pytest.raises(QuantError, match=f"partial_rotary_factor {share}"):
+            extra_tensors(architecture_of(config), config)
 
 
 NAMES = {

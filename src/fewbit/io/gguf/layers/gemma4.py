@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._json import Count, Positive, converted
-from ...errors import QuantError, UnsupportedError
-from .fields import Field
-from .stored import Stored, stored
+from ...._json import Count, Positive, converted
+from ....errors import QuantError, UnsupportedError
+from ..fields import Field
+from ..stored import Stored, stored
 
 _DOWN, _FACTORS = ".ffn_down_exps.weight", ".ffn_down_exps.scale"
 _NOT_ROTATED = 1e30
@@ -84,7 +84,7 @@ def rope_factors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Stored:
         rope: the rope parameters of these layers.
     """
     count = rotary_dim(config) // 2
-    share, factor = float(rope.get("partial_rotary_factor") or 1.0), float(rope.get("factor") or 1.0)
+    share, factor = float(rope.get("partial_rotary_factor", 1.0)), float(rope.get("factor", 1.0))
     if rope.get("rope_type", "default") != "proportional":
         share = 1.0
     if not 0 < share <= 1 or not 0 < factor < _NOT_ROTATED:

@@ -50,6 +50,9 @@ def test_the_fields_of_granite_4():
     [
         ({"layer_types": ["full_attention"] * 3}, UnsupportedError, "only with attention in some layers and state spaces"),
         ({"layer_types": None}, UnsupportedError, "only with attention in some layers and state spaces"),
+        ({"layer_types": ["conv", "mamba", "attention"]}, UnsupportedError, "no layers of kind 'conv'"),
+        ({"time_step_limit": [0.1, 1.0]}, UnsupportedError, "only with time_step_limit None"),
+        ({"mamba_d_head": 24}, QuantError, "mamba_d_head 24, and 8 heads of another width"),
         ({"mamba_expand": 4}, UnsupportedError, "only with mamba_expand 2 and without mamba_proj_bias"),
         ({"mamba_proj_bias": True}, UnsupportedError, "only with mamba_expand 2 and without mamba_proj_bias"),
         ({"attention_bias": True}, UnsupportedError, "only with attention_bias False"),

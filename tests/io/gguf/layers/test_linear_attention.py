@@ -6,7 +6,7 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError
-from fewbit.io.gguf.linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
+from fewbit.io.gguf.layers.linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
 from fewbit.io.gguf.stored import Stored
 from tests.io.gguf.test_conversion import normal, values
 
