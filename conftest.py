@@ -1,12 +1,14 @@
 """The strictness that every test and every doctest runs under; it stands at the root because both trees need it."""
 
 import collections
+import contextlib
 import functools
 import gc
 import importlib.util
 import inspect
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,12 +93,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, metavar="N", help="of the cases of each parametrized test, every N-th")
 
 
+DAYS = 14
+"""How long compiled programs are kept; those of all tests of one commit are about 200 MB."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps what XLA compiles in pytest's cache: most of the suite's time goes there, and a second run needs a third of it."""
-    if hasattr(config, "cache"):
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    """Keeps what XLA compiles in the user's cache directory: most of the suite's time goes there.
+
+    Every run of this user finds it, in any checkout, and so do the processes that tests start. `-p no:cacheprovider` keeps nothing.
+    """
+    from fewbit.cli.compiled import user_directory  # after the import hook
+
+    kept = user_directory("tests")
+    if not hasattr(config, "cache") or kept is None:
+        return
+    directory = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(kept))
+    jax.config.update("jax_compilation_cache_dir", directory)
+    for limit, none in (("min_compile_time_secs", 0), ("min_entry_size_bytes", -1)):
+        os.environ.setdefault(f"JAX_PERSISTENT_CACHE_{limit.upper()}", str(none))
+        jax.config.update(f"jax_persistent_cache_{limit}", none)
+    for file in kept.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another run removed it
+            if file.stat().st_mtime < time.time() - DAYS * 86400:
+                file.unlink()
 
 
 CASES = pytest.StashKey[collections.Counter[str]]()

@@ -19,17 +19,27 @@ def keep_compiled_programs() -> None:
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or "JAX_ENABLE_COMPILATION_CACHE" in os.environ:
         return
-    try:
-        directory = _cache_home() / "fewbit" / f"compiled-{_processor()}"
-        directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no such directory, and none can be made; no home
-        return
-    if not os.access(directory, os.W_OK):
+    directory = user_directory("compiled")
+    if directory is None:
         return
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     if importlib.util.find_spec("filelock") is not None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(_LIMIT))
+
+
+def user_directory(name: str) -> Path | None:
+    """A directory for programs compiled for this kind of processor, in the user's cache directory; None: none can be written.
+
+    Args:
+        name: the first part of its name.
+    """
+    try:
+        directory = _cache_home() / "fewbit" / f"{name}-{_processor()}"
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no such directory, and none can be made; no home
+        return None
+    return directory if os.access(directory, os.W_OK) else None
 
 
 def _cache_home() -> Path:

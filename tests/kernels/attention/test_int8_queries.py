@@ -81,6 +81,7 @@ def excess(q: fb.QArray, block: Block, backend, sinks=None, soft_cap: float = 0.
     return float(np.max(np.abs(got.astype(np.float64) - expected) / (bound + last)))
 
 
+@pytest.mark.once
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,6 +91,7 @@ def test_it_is_the_formula_within_its_roundings(shape, backend):
         assert excess(q, block, backend) < 1
 
 
+@pytest.mark.once
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_windows_sinks_soft_caps_and_narrow_dtypes(backend):
@@ -103,6 +105,7 @@ def test_windows_sinks_soft_caps_and_narrow_dtypes(backend):
     assert excess(q, block, backend) < 1
 
 
+@pytest.mark.once
 @pytest.mark.skipif(BUILT.missing is not None, reason="the C++ extension is not built")
 @pytest.mark.parametrize("isa", HERE)
 def test_every_level_rounds_as_the_reference_does(isa):
@@ -114,6 +117,7 @@ def test_every_level_rounds_as_the_reference_does(isa):
         assert np.mean(np.abs(got - expected) > bound) < 1e-3, shape
 
 
+@pytest.mark.once
 def test_the_weights_are_rounded_in_runs():
     """Two positions with weights of 1 and 0.001: the smaller counts nothing in the run of the larger, and itself in the next run."""
     h, S = 4, RUN + 1

@@ -101,6 +101,7 @@ def test_every_scheme_along_both_axes(name):
         assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize(
     "name", ["nf4", "uint4", "q4_1", "int8", "fp8", "int3", "int5", "int7", "mxfp6", "mxfp6_e3m2", "ternary", "binary"]
@@ -113,6 +114,7 @@ def test_every_instruction_set(name, isa):
     assert beyond_rounding(product(g, q, 0, isa), g, q, 0) < 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxint8", "nf4", "int8", "fp8"])
 def test_the_largest_scales(name, isa):
@@ -144,6 +146,7 @@ def test_tiles_along_the_outputs(name):
             assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
 
 
+@pytest.mark.once
 def test_tiles_along_the_outputs_of_a_wide_weight():
     """Panels of 64 and of 128 outputs, several chunks, and tiles that begin within a vector or are the whole axis."""
     rng = np.random.default_rng(0)

@@ -25,6 +25,7 @@ HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[
 FUSED = HERE[1:]  # a product and a sum are rounded at once
 GGML = Packing(interleave=paired(32))
 LAST = (((1,), (1,)), ((), ()))
+LONG = dict.fromkeys(("uint8_g32", "ternary", "uint2_g32", "uint3_g32", "q5_0", "uint7_g16", "int7"), pytest.mark.long)
 QUICK = ("uint4_g64", "q4_1", "nvfp4", "q5_1")
 # Neither vectors nor rows of registers divide the shapes; the last block is short where the format allows it.
 CASES = {
@@ -82,13 +83,14 @@ LAYOUTS = pytest.mark.parametrize("axis", [-1, -2], ids=["[N, K]", "[K, N]"])
 
 @pytest.mark.slow_after(1)
 @LAYOUTS
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in QUICK else LONG.get(n, pytest.mark.slow)) for n in CASES])
 def test_the_bits_of_the_reference(case: str, axis: int):
     q = weight(*CASES[case], axis)
     for tile in (q.tiles[axis], None):
         check_bits(activation(11, q.shape[axis], tile), q, axis)
 
 
+@pytest.mark.once
 @LAYOUTS
 @pytest.mark.parametrize(
     ("case", "tile"),
@@ -140,6 +142,7 @@ def check_bits(x: fb.QArray, q: fb.QArray, axis: int) -> None:
     )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["q4_1", pytest.param("q5_1", marks=pytest.mark.slow)])
 def test_both_layouts_have_the_same_bits(name: str):
     w = jnp.asarray(np.random.default_rng(4).normal(size=(2100, 96)), jnp.float32)  # wide enough for the widest chunks
@@ -164,6 +167,7 @@ def test_the_bits_of_panels(case: str, axis: int):
             np.testing.assert_array_equal(found, panels, isa)
 
 
+@pytest.mark.once
 @pytest.mark.slow_after(1)
 @LAYOUTS
 def test_extreme_codes_and_results_of_16_bits(axis: int):
@@ -205,6 +209,7 @@ def test_a_policy_takes_the_kernel(name: str, activations: str, axis: int):
     np.testing.assert_allclose(product(x, w), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["nvfp4", pytest.param("q4_1", marks=pytest.mark.slow)])
 def test_one_matrix_of_a_stack(name):
     rng = np.random.default_rng(2)
@@ -218,6 +223,7 @@ def test_one_matrix_of_a_stack(name):
         np.testing.assert_array_equal(native_blocks(x, q, jnp.int32(index), dtype=jnp.float32), expected)
 
 
+@pytest.mark.once
 def test_a_batch_of_matrices_with_their_own_tensor_scales():
     rng = np.random.default_rng(1)
     stack = [fb.quantize(jnp.asarray(rng.normal(size=(1, 20, 64)) * s, jnp.float32), "nvfp4") for s in (1, 7)]

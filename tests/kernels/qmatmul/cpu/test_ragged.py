@@ -121,6 +121,7 @@ def test_whole_rows_of_integers_have_the_bits_of_the_reference(name: str):
                 np.testing.assert_array_equal(product[isa](x, experts, jnp.array(sizes)), expected, isa)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "name", ["q4_1", pytest.param("nvfp4", marks=pytest.mark.slow), pytest.param("int3_g32", marks=pytest.mark.slow)]
 )

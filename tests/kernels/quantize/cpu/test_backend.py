@@ -313,6 +313,7 @@ def test_row_magnitudes(isa: str):
     np.testing.assert_array_equal(found[..., 1], np.where(np.isfinite(x).all(axis=-1), finite, np.inf))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_a_sampled_tensor_scale_is_the_reference_s(axis: int, monkeypatch: pytest.MonkeyPatch):
     """Rows that are not finite are none of the sample's, whoever finds them."""
