@@ -54,7 +54,7 @@ def family_directory(directory: Path, model_type: str, settings: dict[str, Any],
         settings["vocab_size"] = len(LETTERS)
     config, family = config_from_hf(settings), FAMILIES[model_type]
     directory.mkdir(parents=True, exist_ok=True)
-    named = named_from_params(random_params(config), family.table, config)
+    named = named_from_params(random_params(config), family.table_of(config), config)
     save_file({name: np.array(array) for name, array in named.items()}, str(directory / "model.safetensors"))
     (directory / "config.json").write_text(json.dumps(settings))
     (directory / "tokenizer.json").write_text(tokenizer or _tokenizer_json())

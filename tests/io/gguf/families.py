@@ -53,7 +53,7 @@ _GEMMA4: dict[str, Any] = {
 _HYBRID: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "shared_intermediate_size": 80,
+    "shared_intermediate_size": 64,
     "attention_multiplier": 0.25,
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
@@ -227,6 +227,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 4.0,
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.5,
+        },
+    ),
+    "granite-4": (
+        "granitemoehybrid",
+        {
+            **_HYBRID,
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "granite-4-moe": (
+        "granitemoehybrid",
+        {
+            **_HYBRID,
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "logits_scaling": 4.0,
         },
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),

@@ -407,7 +407,7 @@ def test_ternary_tensors_are_written_in_either_type(tmp_path):
 
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory) -> Callable[[str], workflows.Model]:
-    """Opens a small checkpoint with linear attention whose heads of values share keys."""
+    """Opens a small checkpoint of a family of tests/io/gguf/families.py."""
 
     @functools.cache
     def opened(case: str) -> workflows.Model:
@@ -422,14 +422,26 @@ def hybrids(tmp_path_factory) -> Callable[[str], workflows.Model]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
 def test_quantized_linear_attention_computes_the_same_from_a_gguf_file(case, hybrids, tmp_path):
-    model = hybrids(case)
+    written = computes_the_same(hybrids(case), tmp_path, quantized="layers/0/attn/out")
+    assert fb.is_qarray(written.load("layers/0/attn/out")) and fb.is_qarray(written.load("layers/0/attn/qkv"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["granite-hybrid", "granite-4", "granite-4-moe"])
+def test_quantized_granite_4_computes_the_same_from_a_gguf_file(case, hybrids, tmp_path):
+    shared = "layers/0/mlp/shared" if case == "granite-4-moe" else "layers/0/mlp"
+    written = computes_the_same(hybrids(case), tmp_path, quantized=f"{shared}/down")
+    assert fb.is_qarray(written.load(f"{shared}/down")) and fb.is_qarray(written.load(f"{shared}/gate"))
+
+
+def computes_the_same(model: workflows.Model, tmp_path: pathlib.Path, quantized: str) -> workflows.Model:
+    """Quantizes a model with q4_0, and writes that as a GGUF file, which has the same logits."""
     plan = workflows.plan_model(model, recipe="q4_0")
-    assert plan["layers/0/attn/out"].policy is not None
+    assert plan[quantized].policy is not None
     kept = workflows.load(workflows.quantize(model, plan, tmp_path / "q").path)
     written = workflows.load(
         workflows.quantize(kept, workflows.plan_model(kept, recipe="keep"), tmp_path / "m.gguf", to="gguf").path
     )
-    assert fb.is_qarray(written.load("layers/0/attn/out")) and fb.is_qarray(written.load("layers/0/attn/qkv"))
     tokens = jnp.arange(20).reshape(2, 10)
 
     def logits(model: workflows.Model) -> np.ndarray:
@@ -437,6 +449,7 @@ def test_quantized_linear_attention_computes_the_same_from_a_gguf_file(case, hyb
 
     expected = logits(kept)
     np.testing.assert_allclose(logits(written), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    return written
 
 
 @pytest.mark.slow

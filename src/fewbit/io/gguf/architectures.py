@@ -57,7 +57,7 @@ class Architecture:
         has_linear_attention: whether all but every n-th layer have linear attention.
         has_tiled_values: whether its heads of values are in the order that `layers/linear_attention.py` describes.
         has_kinds_of_layers: whether its layers have heads and blocks of several sizes, which `layers/gemma4.py` describes.
-        has_state_spaces: whether some layers are state spaces, which `layers/state_space.py` describes.
+        has_state_spaces: whether layers may be state spaces, which `layers/state_space.py` describes; without them it has another name.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.

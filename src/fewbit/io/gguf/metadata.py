@@ -1,5 +1,6 @@
 """GGUF metadata fields of a Hugging Face config.json."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -39,6 +40,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     for key, accepted in architecture.assumed.items():
         if key in said and said[key] not in accepted:
             raise UnsupportedError(f"llama.cpp runs {kind} only with {key} {accepted[0]!r}, config.json has {said[key]!r}")
+    if architecture.has_state_spaces:
+        architecture = dataclasses.replace(architecture, name=state_space.name_of_architecture(said))
     _check_layers(architecture, said)
     return architecture
 

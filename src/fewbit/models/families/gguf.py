@@ -176,7 +176,7 @@ def _experts(architecture: str, found: GGUFMetadata, names: Tensors) -> Experts 
     }
     if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2"):
         settings = _routed_experts(architecture, found, hidden)
-    if architecture == "granitehybrid":
+    if architecture in ("granitemoe", "granitehybrid"):
         settings["shared_gate"] = False
     if architecture == "gemma4":
         settings |= {"beside_dense": True, "router_scale": f"blk.{layers[0]}.ffn_down_exps.scale" in names}
@@ -253,7 +253,13 @@ def _granite(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
         "embed_scale": found.embed_scale,
         "residual_scale": found.residual_scale,
         "logit_scale": 1 / found.logit_divisor,
+        "nope_layers": () if found.rotates else tuple(range(found.layers)),
     }
+
+
+def _granite_moe(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    """Granite 3 and 4 with experts, which llama.cpp always rotates."""
+    return _granite(found, names) | {"nope_layers": ()}
 
 
 def _granite_hybrid(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
@@ -269,7 +275,6 @@ def _granite_hybrid(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
         **_granite(found, names),
         "kv_heads": _of_all_layers([count for count in kv_heads if count], "granitehybrid.attention.head_count_kv"),
         "hidden": found.shared_hidden or found.hidden,
-        "nope_layers": () if found.rotates else tuple(range(found.layers)),
         "mamba": mamba,
     }
 
@@ -498,7 +503,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "minimax-m2": _projection_norms,
     "smollm3": _smollm3,
     "granite": _granite,
-    "granitemoe": _granite,
+    "granitemoe": _granite_moe,
     "granitehybrid": _granite_hybrid,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,

@@ -55,7 +55,7 @@ def _granite(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 def _granite_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _GraniteMoe, names)
-    experts = Experts(found.experts, found.active, found.hidden, layout="joined")
+    experts = Experts(found.experts, found.active, found.hidden, shared_gate=False, layout="joined")
     return decoder_config(found, experts=experts, **_shared_fields(found))
 
 

@@ -1,4 +1,4 @@
-"""State spaces of Granite 4 as llama.cpp reads them, and the block that every token passes in two parts."""
+"""Granite 4 as llama.cpp reads it: state spaces, and the shared feed-forward block in two parts."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.io.gguf.test_metadata import config_of
 def fields_of(name: str, **changed) -> dict:
     config = config_of(name, **changed)
     found = architecture_fields(architecture_of(config), config)
-    return {key.removeprefix("granitehybrid."): value for key, value in found.items()}
+    return {key.removeprefix(f"{found['general.architecture']}."): value for key, value in found.items()}
 
 
 def test_the_fields_of_granite_4():
@@ -23,7 +23,7 @@ def test_the_fields_of_granite_4():
         "block_count": 3,
         "context_length": 256,
         "embedding_length": 64,
-        "feed_forward_length": 80,
+        "feed_forward_length": 64,
         "attention.head_count": 4,
         "attention.head_count_kv": [0, 2, 0],
         "attention.layer_norm_rms_epsilon": 1e-6,
@@ -41,15 +41,31 @@ def test_the_fields_of_granite_4():
         "rope.scaling.finetuned": False,
     }
     experts = fields_of("granite-hybrid-moe")
-    assert (experts["feed_forward_length"], experts["expert_shared_feed_forward_length"]) == (96, 80)
+    assert (experts["feed_forward_length"], experts["expert_shared_feed_forward_length"]) == (96, 64)
     assert (experts["expert_count"], experts["expert_used_count"], experts["rope.scaling.finetuned"]) == (4, 2, True)
+
+
+def test_attention_in_every_layer_has_the_architecture_of_granite_3():
+    found = fields_of("granite-4")
+    assert found["general.architecture"] == "granite" and not [key for key in found if key.startswith(("ssm.", "expert"))]
+    assert (found["feed_forward_length"], found["attention.head_count_kv"], found["rope.scaling.finetuned"]) == (
+        64,
+        2,
+        False,
+    )
+    experts = fields_of("granite-4-moe")
+    assert experts["general.architecture"] == "granitemoe"
+    assert (experts["feed_forward_length"], experts["expert_shared_feed_forward_length"]) == (96, 64)
+    with pytest.raises(UnsupportedError, match=r"always rotates granitemoe, .* position_embedding_type 'nope'"):
+        fields_of("granite-4-moe", position_embedding_type="nope")
 
 
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"layer_types": ["full_attention"] * 3}, UnsupportedError, "only with attention in some layers and state spaces"),
-        ({"layer_types": None}, UnsupportedError, "only with attention in some layers and state spaces"),
+        ({"layer_types": ["mamba"] * 3}, UnsupportedError, "only with attention in some layers"),
+        ({"layer_types": None}, UnsupportedError, "only with attention in some layers"),
+        ({"layer_types": ["mamba", "attention"]}, QuantError, "2 layer_types and num_hidden_layers 3"),
         ({"layer_types": ["conv", "mamba", "attention"]}, UnsupportedError, "no layers of kind 'conv'"),
         ({"time_step_limit": [0.1, 1.0]}, UnsupportedError, "only with time_step_limit None"),
         ({"mamba_d_head": 24}, QuantError, "mamba_d_head 24, and 8 heads of another width"),
@@ -58,6 +74,7 @@ def test_the_fields_of_granite_4():
         ({"attention_bias": True}, UnsupportedError, "only with attention_bias False"),
         ({"shared_intermediate_size": "80"}, QuantError, "shared_intermediate_size is '80'"),
         ({"num_local_experts": 4, "num_experts_per_tok": None}, QuantError, "lacks 'num_experts_per_tok'"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 0}, QuantError, "lacks 'num_experts_per_tok'"),
     ],
 )
 def test_what_llama_cpp_cannot_run_is_refused(changed, error, message):
@@ -83,7 +100,10 @@ def test_parameters_of_states_have_their_form():
 
 
 @pytest.mark.parametrize("form", ["float", "Q4_0"])
-@pytest.mark.parametrize(("name", "suffix"), [("granite-hybrid", ""), ("granite-hybrid-moe", "_shexp")])
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("granite-hybrid", ""), ("granite-hybrid-moe", "_shexp"), ("granite-4", ""), ("granite-4-moe", "_shexp")],
+)
 def test_projections_keep_their_blocks(form: str, name: str, suffix: str):
     shapes = {"mamba.in_proj": (328, 64), "shared_mlp.input_linear": (160, 64), "shared_mlp.output_linear": (64, 96)}
     given = {part: normal(*shape) if form == "float" else quantized(form, *shape) for part, shape in shapes.items()}

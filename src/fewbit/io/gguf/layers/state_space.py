@@ -1,7 +1,9 @@
-"""State space layers of Mamba-2 (Granite 4) as GGUF files have them.
+"""State space layers and shared feed-forward blocks of Granite 4 in GGUF files.
 
-A layer without heads of keys is one. `A_log` is stored as `-exp(A_log)`, `[M, 1]` as `D` is, the convolution as `[C, K]`, and the gain of the
-norm by groups, `[N, w / N]`. Joined gate and up projections of the shared feed-forward block are separated.
+A layer without heads of keys is a state space (Mamba-2). `A_log` is stored as `-exp(A_log)`, `[M, 1]` as `D` is, the convolution as
+`[C, K]`, and the gain of the norm by groups, `[N, w / N]`. Joined gate and up projections of the shared feed-forward block are
+separated. A model with attention in every layer has the architecture of Granite 3, with the shared block as its feed-forward block, or
+beside the experts.
 
 Reference: llama.cpp, conversion/granite.py and src/models/granite-hybrid.cpp (2026).
 """
@@ -35,6 +37,18 @@ _ATTENTION, _STATE_SPACE = ("attention", "full_attention"), ("mamba", "linear_at
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.(input|output)_linear\.weight")
 
 
+def name_of_architecture(config: Mapping[str, Any]) -> str:
+    """The GGUF architecture, which llama.cpp's converter chooses by the layers, too.
+
+    Args:
+        config: as for `layer_fields`.
+    """
+    found = converted(config, _Hybrid, "config.json")
+    if not all(_has_attention(found)):
+        return "granitehybrid"
+    return "granitemoe" if found.experts else "granite"
+
+
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Field]:
     """The fields of state spaces, of attention and of the shared feed-forward block, by their keys after the architecture.
 
@@ -46,36 +60,54 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Field]:
         UnsupportedError: for layers that llama.cpp does not run.
     """
     found = converted(config, _Hybrid, "config.json")
-    kinds = found.kinds or []
+    has_attention = _has_attention(found)
+    if not any(has_attention):
+        raise UnsupportedError("llama.cpp runs Granite 4 only with attention in some layers")
+    fields: dict[str, Field] = {
+        "feed_forward_length": found.hidden if found.experts else found.shared_hidden,
+        "rope.scaling.finetuned": found.positions == "rope",
+    }
+    if found.experts:
+        if not found.active:
+            raise QuantError("config.json lacks 'num_experts_per_tok', which the GGUF field 'expert_used_count' needs")
+        fields |= {"expert_count": found.experts, "expert_used_count": found.active}
+        fields["expert_shared_feed_forward_length"] = found.shared_hidden
+    if not all(has_attention):
+        return fields | _state_fields(found, has_attention)
+    if found.experts and found.positions != "rope":
+        raise UnsupportedError(
+            "llama.cpp always rotates granitemoe, which Granite 4 with experts is where every layer has attention; "
+            f"config.json has position_embedding_type {found.positions!r}"
+        )
+    return fields
+
+
+def _has_attention(found: "_Hybrid") -> list[bool]:
+    """Whether each layer has attention; a state space otherwise."""
+    kinds = found.kinds or ["mamba"] * found.layers
     if unknown := [kind for kind in kinds if kind not in (*_ATTENTION, *_STATE_SPACE)]:
         raise UnsupportedError(f"llama.cpp has no layers of kind {unknown[0]!r} in granitehybrid")
-    is_attention = [kind in _ATTENTION for kind in kinds]
-    if len(is_attention) != found.layers or len(set(is_attention)) != 2:
-        raise UnsupportedError(
-            "llama.cpp runs Granite 4 as granitehybrid only with attention in some layers and state spaces in the others"
-        )
+    if len(kinds) != found.layers:
+        raise QuantError(f"config.json has {len(kinds)} layer_types and num_hidden_layers {found.layers}")
+    return [kind in _ATTENTION for kind in kinds]
+
+
+def _state_fields(found: "_Hybrid", has_attention: list[bool]) -> dict[str, Field]:
+    """The fields of the sizes of state spaces, and of the layers that they are."""
     if found.head_dim not in ("auto", None, found.expand * found.width // found.heads):
         raise QuantError(f"config.json has mamba_d_head {found.head_dim}, and {found.heads} heads of another width")
     if found.expand != 2 or found.has_biases:
         raise UnsupportedError(
             "llama.cpp runs state spaces of Granite 4 only with mamba_expand 2 and without mamba_proj_bias"
         )
-    fields: dict[str, Field] = {
-        "attention.head_count_kv": [found.kv_heads if is_one else 0 for is_one in is_attention],
-        "feed_forward_length": found.hidden if found.experts else found.shared_hidden,
+    return {
+        "attention.head_count_kv": [found.kv_heads if one else 0 for one in has_attention],
         "ssm.conv_kernel": found.kernel,
         "ssm.state_size": found.state_dim,
         "ssm.group_count": found.groups,
         "ssm.inner_size": found.expand * found.width,
         "ssm.time_step_rank": found.heads,
-        "rope.scaling.finetuned": found.positions == "rope",
     }
-    if found.experts:
-        if found.active is None:
-            raise QuantError("config.json lacks 'num_experts_per_tok', which the GGUF field 'expert_used_count' needs")
-        fields |= {"expert_count": found.experts, "expert_used_count": found.active}
-        fields["expert_shared_feed_forward_length"] = found.shared_hidden
-    return fields
 
 
 def targets(name: str, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -142,7 +174,7 @@ class _Hybrid(msgspec.Struct, kw_only=True):
     kv_heads: Positive = msgspec.field(name="num_key_value_heads")
     shared_hidden: Positive = msgspec.field(name="shared_intermediate_size")
     experts: Count = msgspec.field(name="num_local_experts")
-    active: Positive | None = msgspec.field(name="num_experts_per_tok", default=None)
+    active: Count | None = msgspec.field(name="num_experts_per_tok", default=None)
     kinds: list[str] | None = msgspec.field(name="layer_types", default=None)
     positions: str | None = msgspec.field(name="position_embedding_type", default=None)
     heads: Positive = msgspec.field(name="mamba_n_heads")
