@@ -20,8 +20,9 @@ JAX_TESTS := $(addprefix tests/,array calibration conformance export frameworks 
 # Prints what extras of ours need, for pip.
 NEEDS := $(BIN)/python .ci/requirements
 # Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that: conftest.py leaves them out, and this does for the processes that tests start.
-# The rest takes half as long with XLA's older way to emit fusions and each program compiled whole. The tests against other packages and those on the newest JAX have XLA's
-# defaults: the older way rounds the numbers next to a midpoint of float4_e2m1fn wrongly, which other packages convert by, and the newest JAX does not have it.
+# The rest takes half as long with XLA's older way to emit fusions and each program compiled whole. The tests against packages that quantize in JAX and those on the newest
+# JAX have XLA's defaults: the older way rounds the numbers next to a midpoint of float4_e2m1fn wrongly, which these convert by, and the newest JAX does not have it.
+CONVERTING := tests/oracles tests/test_migrating.py
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$XLA_FLAGS --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Checking annotations at every call is a tenth of the time of these tests, and most of it where millions of files are read. `make test` checks them.
 UNCHECKED := JAXTYPING_DISABLE=1
@@ -52,9 +53,9 @@ test: ready-test ## the tests that protect each promise; at most 12 minutes on t
 test-all: ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest EVERY=4; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). Two more runs follow; make test-all fails whatever they say."; \
-	$(UNCHECKED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "oracle and not long"; oracle=$$?; \
+	$(UNCHECKED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" $(CONVERTING); oracle=$$?; \
 	[ $$oracle = 0 ] || echo "A comparison with another package FAILED (above). The slow tests follow; make test-all fails whatever they say."; \
-	$(UNCHECKED) $(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not (oracle or long)" --ignore tests/oracles && exit $$((newest + oracle))
+	$(UNCHECKED) $(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" $(addprefix --ignore ,$(CONVERTING)) && exit $$((newest + oracle))
 
 test-fast: ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe

@@ -28,6 +28,7 @@ def test_every_scheme(name):
         assert "nan bits/weight" in repr(q)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.finding(40)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["int8", "q4_1", "nf4_dq", "nvfp4"])

@@ -10,7 +10,7 @@ import pytest
 import fewbit as fb
 from fewbit import QuantError, export, kvcache
 from fewbit.models.cache import Cache, empty_cache
-from tests.nets.random_decoder import LINEAR, MAMBA, SHARED_KEYS
+from tests.nets.random_decoder import LINEAR, MAMBA, SHARED_KEYS, SHORT_CONV
 
 pytest.importorskip("flatbuffers")
 
@@ -47,7 +47,9 @@ def test_a_cache_is_an_argument_and_a_result(policy):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("config", [LINEAR, MAMBA, SHARED_KEYS], ids=["linear", "mamba", "two widths"])
+@pytest.mark.parametrize(
+    "config", [LINEAR, MAMBA, SHORT_CONV, SHARED_KEYS], ids=["linear", "mamba", "short conv", "two widths"]
+)
 def test_so_is_one_of_layers_of_different_kinds(config):
     cache = empty_cache(config, batch=1, max_length=4, kv=kvcache.kv_policy("int8"))
     result = exported(lambda cache: cache.advanced(2), cache).call(cache)

@@ -28,6 +28,7 @@ from tests.nets.random_decoder import (
     LINEAR,
     MAMBA,
     SHARED_KEYS,
+    SHORT_CONV,
     SMALL,
     SUB_NORMS,
     TWO_WIDTHS,
@@ -56,8 +57,28 @@ OTHER = dataclasses.replace(
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), OTHER, LATENT, LINEAR, BY_KEY_HEAD, MAMBA, dataclasses.replace(INTERLEAVED, norms="pre"), SUB_NORMS],
-    ids=[*CONFIGS, "other", "latent", "linear", "linear by key head", "mamba", "interleaved experts", "sub norms"],
+    [
+        *CONFIGS.values(),
+        OTHER,
+        LATENT,
+        LINEAR,
+        BY_KEY_HEAD,
+        MAMBA,
+        SHORT_CONV,
+        dataclasses.replace(INTERLEAVED, norms="pre"),
+        SUB_NORMS,
+    ],
+    ids=[
+        *CONFIGS,
+        "other",
+        "latent",
+        "linear",
+        "linear by key head",
+        "mamba",
+        "short conv",
+        "interleaved experts",
+        "sub norms",
+    ],
 )
 def test_logits_stay_what_they_are(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
@@ -97,6 +118,7 @@ ROTATED = {
     "latent": LATENT,
     "linear": LINEAR,
     "mamba": MAMBA,
+    "short conv": SHORT_CONV,
     "interleaved experts": INTERLEAVED,
     "sub norms": SUB_NORMS,
 }

@@ -254,6 +254,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {
+            **{name: value for name, value in WIDE.items() if name != "rms_norm_eps"},
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.5,
+            "conv_bias": True,
+            "norm_eps": 1e-3,
+        },
+    ),
     "ministral": ("MinistralForCausalLM", {**SIZES, "sliding_window": 5, "layer_types": _ALTERNATING}),
     "ministral3": (
         "Ministral3ForCausalLM",

@@ -17,6 +17,7 @@ from fewbit.models import (
     Mamba2,
     PerLayerInputs,
     SharedKeys,
+    ShortConvolution,
     forward,
     params_from_paths,
     paths_of_params,
@@ -110,6 +111,10 @@ MAMBA = dataclasses.replace(
     mamba=Mamba2((0, 1, 3), heads=4, head_dim=6, state_dim=5, groups=2, kernel=3, bias=True),
 )
 """As Granite 4 has it."""
+SHORT_CONV = dataclasses.replace(
+    SMALL, layers=4, qk_norm="head", short_conv=ShortConvolution((0, 1, 3), channels=SMALL.width, kernel=3, bias=True)
+)
+"""As LFM2 has it."""
 TWO_WIDTHS = dataclasses.replace(
     SMALL,
     rope_scaling=Proportional(pairs=3, factor=2.0),
@@ -217,8 +222,9 @@ def _attention(
 ) -> np.ndarray:
     """Attention; `keys_values` has those of the last layer of each kind."""
     kind, c = c.kind_of(i), c.kinds[c.kind_of(i)]
-    if c.recurrent_of(i) is not None:
-        return _linear_attention(y, layer, c) if c.mamba is None else _state_space(y, layer, c)
+    if (part := c.recurrent_of(i)) is not None:
+        recurrent = {LinearAttention: _linear_attention, Mamba2: _state_space, ShortConvolution: _short_convolution}
+        return recurrent[type(part)](y, layer, c)
     if c.latent is not None:
         mixed = np.concatenate([_latent_head(y, layer, h, i, c) for h in range(c.heads)], axis=1)
         return mixed @ layer["attn/o"].T + layer.get("attn/o_bias", 0.0)
@@ -297,6 +303,16 @@ def _state_space(y: np.ndarray, layer: dict[str, np.ndarray], c: DecoderConfig) 
     gated = (out.reshape(T, -1) * z / (1 + np.exp(-z))).reshape(T, N, -1)
     normed = (gated / np.sqrt((gated**2).mean(axis=2, keepdims=True) + c.norm_eps)).reshape(T, -1) * layer["attn/out_norm"]
     return normed @ layer["attn/out"].T + layer.get("attn/out_bias", 0)
+
+
+def _short_convolution(y: np.ndarray, layer: dict[str, np.ndarray], c: DecoderConfig) -> np.ndarray:
+    """A gated short convolution."""
+    part, T = c.short_conv, len(y)
+    assert part is not None
+    before, after, x = np.split(y @ layer["attn/in"].T + layer.get("attn/in_bias", 0), 3, axis=1)
+    padded = np.concatenate([np.zeros((part.kernel - 1, part.channels)), before * x])
+    mixed = sum(padded[i : i + T] * layer["attn/conv1d"][:, 0, i] for i in range(part.kernel)) + layer["attn/conv1d_bias"]
+    return (after * mixed) @ layer["attn/out"].T + layer.get("attn/out_bias", 0)
 
 
 def _head(flat: dict[str, np.ndarray], layer: dict[str, np.ndarray], h: int, i: int, c: DecoderConfig) -> np.ndarray:

@@ -48,6 +48,7 @@ from .part_configs import LinearAttention as LinearAttention
 from .part_configs import Mamba2 as Mamba2
 from .part_configs import PerLayerInputs as PerLayerInputs
 from .part_configs import SharedKeys as SharedKeys
+from .part_configs import ShortConvolution as ShortConvolution
 from .roles.checkpoint import CheckpointRoles as CheckpointRoles
 from .roles.checkpoint import checkpoint_roles as checkpoint_roles
 from .rotate import random_rotation as random_rotation

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from .._json import Positive, checked, form_of
 from ..errors import QuantError
@@ -15,6 +15,7 @@ from .part_configs import (
     Mamba2,
     PerLayerInputs,
     SharedKeys,
+    ShortConvolution,
     check_positive,
     check_size,
 )
@@ -33,6 +34,9 @@ Norms = Literal["pre", "post", "sandwich"]
 
 QKNorm = Literal["none", "head", "projection"]
 """RMSNorm of queries and keys: over each head (Qwen3), or over the whole projection (OLMo 2)."""
+
+Recurrent: TypeAlias = LinearAttention | Mamba2 | ShortConvolution
+"""A kind of layer that has a state in place of keys and values."""
 
 ChangedInput = Literal["o", "down"]
 """A product whose input the decoder itself can rotate or scale: after attention (`out` of linear attention, too), and after the
@@ -94,6 +98,7 @@ class DecoderConfig:
         latent: multi-head latent attention; None: grouped-query attention.
         linear: linear attention in some layers; None: in none.
         mamba: state space layers of Mamba-2 in place of attention; None: there are none.
+        short_conv: gated short convolutions in place of attention (LFM2); None: there are none.
         attention_gate: whether the output of attention is multiplied by the sigmoid of a gate, whose rows are in q after those
             of each head (Qwen3.5); not in linear attention, which has its own.
         extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
@@ -157,6 +162,7 @@ class DecoderConfig:
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
     mamba: Mamba2 | None = None
+    short_conv: ShortConvolution | None = None
     attention_gate: bool = False
     extra_layers: int = 0
     rotated_inputs: tuple[ChangedInput, ...] = ()
@@ -229,7 +235,7 @@ class DecoderConfig:
             ("window_layers", self.window_layers),
             ("nope_layers", self.nope_layers),
             ("experts.layers", of_experts),
-            ("linear.layers" if self.mamba is None else "mamba.layers", of_recurrent),
+            (f"{self._recurrent_name}.layers", of_recurrent),
         ):
             if any(not 0 <= layer < self.layers for layer in listed):
                 raise QuantError(f"{name} is {listed}, must be layers from 0 to {self.layers - 1}")
@@ -245,11 +251,14 @@ class DecoderConfig:
         if self.fused or self.attention_gate or self.qk_norm != "none":
             raise QuantError("latent attention has neither fused projections, nor a gate, nor norms of queries and keys")
 
-    def _check_recurrent(self, part: LinearAttention | Mamba2) -> None:
-        """Refuses what a decoder with linear attention or state space layers does not have."""
-        name = "linear" if self.mamba is None else "mamba"
-        if self.linear is not None and self.mamba is not None:
-            raise QuantError("linear and mamba are given; expected one of them")
+    def _check_recurrent(self, part: Recurrent) -> None:
+        """Refuses what a decoder with layers that have a state in place of keys and values does not have."""
+        name = self._recurrent_name
+        given = [name for name in _RECURRENT if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise QuantError(f"{' and '.join(given)} are given; expected one of them")
+        if isinstance(part, ShortConvolution) and part.channels != self.width:
+            raise QuantError(f"short_conv.channels is {part.channels}, must be width, {self.width}")
         if len(part.layers) >= self.layers:
             raise QuantError(
                 f"{name}.layers has {len(part.layers)} of {self.layers} layers; one without is expected at least"
@@ -264,7 +273,9 @@ class DecoderConfig:
         if full.head_dim == self.head_dim:
             raise QuantError(f"full.head_dim is {full.head_dim}, must be another one than head_dim")
         if self.latent is not None or self.recurrent is not None or self.fused or self.attention_gate or self.sub_norms:
-            raise QuantError("full is given, with latent or linear attention, mamba, fused projections, a gate or sub_norms")
+            raise QuantError(
+                "full is given, with latent or linear attention, mamba, short_conv, fused projections, a gate or sub_norms"
+            )
         _ = self.kinds  # whose sizes are checked, too
 
     def _check_shared(self, shared: SharedKeys) -> None:
@@ -277,7 +288,9 @@ class DecoderConfig:
         if self.window_layers and self.full is None:
             raise QuantError("shared_keys is given with layers with a window and without; full is expected, too")
         if self.latent is not None or self.recurrent is not None or self.fused or self.attention_gate:
-            raise QuantError("shared_keys is given, with latent or linear attention, mamba, fused projections or a gate")
+            raise QuantError(
+                "shared_keys is given, with latent or linear attention, mamba, short_conv, fused projections or a gate"
+            )
 
     @property
     def query_width(self) -> int:
@@ -342,12 +355,17 @@ class DecoderConfig:
         return self.shared_keys.hidden or self.hidden
 
     @property
-    def recurrent(self) -> LinearAttention | Mamba2 | None:
+    def recurrent(self) -> Recurrent | None:
         """The kind of layer that has a state in place of keys and values."""
-        return self.mamba if self.linear is None else self.linear
+        return getattr(self, self._recurrent_name)
 
-    def recurrent_of(self, layer: int) -> LinearAttention | Mamba2 | None:
-        """The linear attention or state space of a layer; None: it has softmax attention."""
+    @property
+    def _recurrent_name(self) -> str:
+        """The field of `recurrent`; any of them where there is none."""
+        return next((name for name in _RECURRENT if getattr(self, name) is not None), _RECURRENT[0])
+
+    def recurrent_of(self, layer: int) -> Recurrent | None:
+        """The linear attention, state space or short convolution of a layer; None: it has softmax attention."""
         if self.recurrent is None or layer not in self.recurrent.layers:
             return None
         return self.recurrent
@@ -433,6 +451,7 @@ def _changed_input(path: str) -> str:
 
 
 _SIZES = ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "hidden", "context")
+_RECURRENT = ("linear", "mamba", "short_conv")
 _ALWAYS = (*_SIZES, "norm_eps", "rope_theta", "rope", "tied")
 _POSITIVE_OR_NONE = (
     "attention_scale",
@@ -456,6 +475,7 @@ _PARTS: dict[str, tuple[type[Any], Any]] = {
     "latent": (LatentAttention, form_of(LatentAttention)),
     "linear": (LinearAttention, form_of(LinearAttention, layers=list[int])),
     "mamba": (Mamba2, form_of(Mamba2, layers=list[int])),
+    "short_conv": (ShortConvolution, form_of(ShortConvolution, layers=list[int])),
     "full": (FullAttention, form_of(FullAttention)),
     "shared_keys": (SharedKeys, form_of(SharedKeys)),
     "per_layer": (PerLayerInputs, form_of(PerLayerInputs)),

@@ -1,7 +1,7 @@
 """A decoder in plain JAX for Llama, Qwen, Gemma and others.
 
-RMSNorm, rotary embedding, grouped-query, latent or linear attention, state spaces, a gated feed-forward block or experts. The pytree of
-parameters, with weights `[out, in]` as in GGUF and Hugging Face files; of a Llama:
+RMSNorm, rotary embedding, grouped-query, latent or linear attention, state spaces, short convolutions, a gated feed-forward block or
+experts. The pytree of parameters, with weights `[out, in]` as in GGUF and Hugging Face files; of a Llama:
 
     {"embed": [V, D],
      "layers": [{"attn": {"norm": [D], "q": [H h, D], "k": [K h, D], "v": [K h, D], "o": [D, H h]},
@@ -30,6 +30,7 @@ from ..kvcache.policy import KVPolicy
 from ..ops.hadamard import hadamard_transform
 from .attention.linear import LinearState, linear_attention
 from .attention.mamba import state_space_layer
+from .attention.short_conv import short_convolution
 from .attention.softmax import KeysValues, SoftmaxAttention
 from .cache import AnyCache, Cache, HybridCache, kvs_of
 from .config import DecoderConfig
@@ -331,6 +332,8 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
             mixed, state = linear_attention(y, attn, config, config.linear, state, length)
         elif config.mamba is not None and _is_recurrent(layer):
             mixed, state = state_space_layer(y, attn, config, config.mamba, state, length)
+        elif config.short_conv is not None and _is_recurrent(layer):
+            mixed, state = short_convolution(y, attn, config.short_conv, state, length)
         else:
             mixed, kvs = softmax(y, attn, kvs, index)
         mixed = sub_norm(mixed, attn, config)
@@ -346,7 +349,7 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
 
 
 def _is_recurrent(layer: Params) -> bool:
-    """Whether a layer has linear attention or a state space, with a state."""
+    """Whether a layer has a state in place of keys and values."""
     return "out" in layer["attn"]
 
 

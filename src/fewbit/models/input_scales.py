@@ -9,6 +9,7 @@ divided by it, so that the function does not change. In a decoder these can be d
     o                                rows of v (of kv_b in latent attention); heads that share a value share its scales
     out of linear attention          the gain of the norm of its values, which all heads share
     out of a state space             the gain of the norm of its values
+    out of a short convolution       rows of in
     down                             rows of up, where the activation is linear in them
     o, down of `config.sub_norms`    the gain of the norm before them
     o, down of `config.scaled_inputs`  the vector by which the decoder multiplies it, which is kept in the model
@@ -143,6 +144,11 @@ class _Inputs:
         out = f"{at}/out" if f"{at}/out" in self.shapes else f"{at}/o"
         if config.scales_input_of(out):
             yield self.kept(out)
+            return
+        if out.endswith("/out") and config.short_conv is not None:
+            rows = range(config.width, 2 * config.width)  # of the factor after the convolution
+            sources = [Channels(f"{at}/in", -2, rows), Channels(f"{at}/in_bias", -1, rows)]
+            yield self.before_product(out, sources, tuple(range(config.width)))
             return
         if out.endswith("/out"):
             if len(self.shapes[f"{out}_norm"]) == 1:

@@ -9,7 +9,7 @@ from .._registry import near_names
 from ..errors import QuantError
 from .config import DecoderConfig
 from .layer import Params
-from .part_configs import Experts, LatentAttention, LinearAttention, Mamba2
+from .part_configs import Experts, LatentAttention, LinearAttention, Mamba2, ShortConvolution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +113,8 @@ def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield from _linear_shapes(D, part)
     elif isinstance(part, Mamba2):
         yield from _mamba_shapes(D, part)
+    elif part is not None:
+        yield from _short_conv_shapes(part)
     else:
         yield from _softmax_shapes(config, layer)
     if config.norms != "pre":
@@ -201,6 +203,14 @@ def _mamba_shapes(D: int, mamba: Mamba2) -> Shapes:
     yield "attn/out", (D, width)
     if mamba.bias:
         yield from (("attn/in_bias", (width + C + M,)), ("attn/out_bias", (D,)))
+
+
+def _short_conv_shapes(part: ShortConvolution) -> Shapes:
+    """The shapes of the parameters of a gated short convolution."""
+    C = part.channels
+    yield from (("attn/in", (3 * C, C)), ("attn/conv1d", (C, 1, part.kernel)), ("attn/out", (C, C)))
+    if part.bias:
+        yield from (("attn/in_bias", (3 * C,)), ("attn/conv1d_bias", (C,)), ("attn/out_bias", (C,)))
 
 
 def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:

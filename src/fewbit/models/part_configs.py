@@ -255,6 +255,38 @@ class Mamba2:
 
 
 @dataclasses.dataclass(frozen=True)
+class ShortConvolution:
+    """Gated short convolutions (LFM2), see `attention.short_conv`.
+
+    Attributes:
+        layers: the layers that have them in place of softmax attention, in order; not all.
+        channels: the channels of the convolution (C): the width of the residual stream.
+        kernel: the length of the causal convolution.
+        bias: whether the convolution and the projections have biases.
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    layers: tuple[int, ...]
+    channels: int
+    kernel: int = 3
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "kernel"):
+            check_size(f"short_conv.{name}", getattr(self, name))
+        if not isinstance(self.bias, bool):
+            raise QuantError(f"short_conv.bias is {self.bias!r}, must be true or false")
+        check_layers("short_conv.layers", self.layers)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of the states of a sequence, which has none but the last inputs of the convolution."""
+        return 0, 0, 0
+
+
+@dataclasses.dataclass(frozen=True)
 class FullAttention:
     """The heads of the layers without a sliding window, where they are others than those of the layers with one (Gemma 4).
 

@@ -45,6 +45,7 @@ def test_a_page_of_two_models_with_their_quality(models, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_same_facts_as_json_and_the_same_bytes_again(models, tmp_path):
     model, source = models
     pages = [tmp_path / name for name in ("a.html", "b.html")]

@@ -12,7 +12,7 @@ import fewbit as fb
 from fewbit.kvcache import QuantizedCache, kv_policy
 from fewbit.models import DecoderConfig, HybridCache, empty_cache, forward, fuse_weights, generate, prefill, stack_layers
 from fewbit.models.attention.linear import gated_delta_rule
-from tests.nets.random_decoder import LINEAR, MAMBA, random_params, random_tokens
+from tests.nets.random_decoder import LINEAR, MAMBA, SHORT_CONV, random_params, random_tokens
 
 Case = tuple[dict[str, np.ndarray], np.ndarray]
 
@@ -90,7 +90,9 @@ def test_a_quantized_cache_in_parts_gives_the_logits_of_the_whole():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "name"), [(LINEAR, "qkv"), (MAMBA, "in")], ids=["linear", "mamba"])
+@pytest.mark.parametrize(
+    ("config", "name"), [(LINEAR, "qkv"), (MAMBA, "in"), (SHORT_CONV, "in")], ids=["linear", "mamba", "short conv"]
+)
 def test_fused_and_quantized_weights_generate_what_they_do_one_by_one(config: DecoderConfig, name: str):
     quantized = jax.tree.map(lambda a: fb.quantize(a, "int8") if a.ndim == 2 else a, random_params(config))
     fused = fuse_weights(quantized)

@@ -15,6 +15,7 @@ from fewbit.models import (
     Mamba2,
     PerLayerInputs,
     SharedKeys,
+    ShortConvolution,
     config_from_glassllm,
     config_from_hf,
     shapes,
@@ -403,6 +404,54 @@ def test_the_first_gemma_names_another_gelu_than_it_means():
 def test_granite_4_refuses(change: dict[str, Any], message: str):
     with pytest.raises((QuantError, UnsupportedError), match=message):
         config_from_hf({**CASES["granitemoehybrid-mamba"][1], "model_type": "granitemoehybrid", **change})
+
+
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "conv_dim_out": 2048,
+    "conv_use_xavier_init": True,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "use_cache": True,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+"""The published config.json of LFM2-1.2B."""
+
+
+def test_lfm2():
+    config = config_from_hf(LFM2)
+    assert config.short_conv == ShortConvolution((0, 1, 3, 4, 6, 7, 9, 11, 13, 15), channels=2048)
+    assert (config.hidden, config.head_dim, config.tied, config.norm_eps) == (8192, 64, True, 1e-5)
+    later = {"layer_types": ["conv", "full_attention"] * 8, "block_auto_adjust_ff_dim": False, "tie_embedding": False}
+    config = config_from_hf({**LFM2, **later, "block_ff_dim": None, "intermediate_size": 10752})
+    assert config.short_conv is not None and len(config.short_conv.layers) == 8
+    assert (config.hidden, config.tied) == (10752, False)
+    assert config_from_hf({**LFM2, "full_attn_idxs": None}).short_conv is None
+    assert config_from_hf({**LFM2, "block_ffn_dim_multiplier": None, "block_ff_dim": 100}).hidden == 66
+    with pytest.raises(UnsupportedError, match="layer_types = 'mamba'; supported is 'conv' or 'full_attention'"):
+        config_from_hf({**LFM2, "layer_types": ["mamba"] * 16})
 
 
 def test_granite_4_has_both_names_of_kinds_of_layers():

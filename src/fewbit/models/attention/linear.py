@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ..config import DecoderConfig
+from ..config import DecoderConfig, Recurrent
 from ..layer import Params, linear, plus_bias
-from ..part_configs import LinearAttention, Mamba2
+from ..part_configs import LinearAttention
 
 CHUNK = 64
 """Tokens whose products with each other are one matrix; states pass from one chunk to the next."""
@@ -31,13 +31,13 @@ CHUNK = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearState:
-    """What linear attention, or a state space layer, remembers of the tokens before.
+    """What a layer with linear attention, a state space or a short convolution remembers of the tokens before.
 
     A frozen pytree; in `lax.scan` with an axis of layers.
 
     Attributes:
         inputs: the last inputs of the convolution, r one less than its length.
-        memory: the states of all heads.
+        memory: the states of all heads; of a short convolution none.
     """
 
     inputs: Float[Array, "*L B r C"]
@@ -70,7 +70,7 @@ def linear_attention(
     T = y.shape[1]
     qkv, z, b, alpha = _projections(y, attn, part)
     qkv, inputs = convolved(qkv, attn, state.inputs, T if count is None else count)
-    q, k, v = jnp.split(qkv, [part.keys_width, 2 * part.keys_width], axis=-1)
+    q, k, v = jnp.split(jax.nn.silu(qkv), [part.keys_width, 2 * part.keys_width], axis=-1)
     q, k = (_unit(in_heads(x, part.key_heads)) for x in (q, k))
     if part.layout == "gguf_tiled":
         q, k = (jnp.tile(x, (1, part.value_heads // part.key_heads, 1, 1)) for x in (q, k))
@@ -87,7 +87,7 @@ def linear_attention(
     return values.swapaxes(1, 2).reshape(*y.shape[:2], -1).astype(y.dtype), LinearState(inputs, memory)
 
 
-def empty_state(part: LinearAttention | Mamba2, *, batch: int, dtype: jax.typing.DTypeLike) -> LinearState:
+def empty_state(part: Recurrent, *, batch: int, dtype: jax.typing.DTypeLike) -> LinearState:
     """What is remembered before the first token.
 
     Args:
@@ -217,7 +217,7 @@ def _projections(y: Array, attn: Params, part: LinearAttention) -> tuple[Array, 
 def convolved(
     x: Float[Array, "B T C"], attn: Params, before: Float[Array, "B r C"], count: Array | int
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B r C"]]:
-    """SiLU of each channel's causal convolution, and the last inputs of the tokens that count.
+    """Each channel's causal convolution, float32, and the last inputs of the tokens that count.
 
     Args:
         x: the tokens.
@@ -229,7 +229,7 @@ def convolved(
     x = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     shifted = (x[:, i : i + T].astype(jnp.float32) * taps[None, None, :, i] for i in range(taps.shape[1]))
     last = lax.dynamic_slice_in_dim(x, count, taps.shape[1] - 1, axis=1)
-    return jax.nn.silu(plus_bias(sum(shifted, jnp.zeros((), jnp.float32)), attn, "conv1d")), last.astype(before.dtype)
+    return plus_bias(sum(shifted, jnp.zeros((), jnp.float32)), attn, "conv1d"), last.astype(before.dtype)
 
 
 def _decays(alpha: Float[Array, "B T M"], attn: Params, part: LinearAttention) -> Float[Array, "B M T"]:

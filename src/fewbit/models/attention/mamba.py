@@ -40,7 +40,7 @@ def state_space_layer(
     projected = plus_bias(linear(y, attn["in"]), attn, "in")
     z, xbc, dt = jnp.split(projected, [part.width, part.width + part.channels], axis=-1)
     xbc, inputs = convolved(xbc, attn, state.inputs, T if count is None else count)
-    x, b, c = jnp.split(xbc, [part.width, part.width + shared], axis=-1)
+    x, b, c = jnp.split(jax.nn.silu(xbc), [part.width, part.width + shared], axis=-1)
     x, b, c = in_heads(x, part.heads), in_heads(b, part.groups), in_heads(c, part.groups)
     step = jax.nn.softplus(in_heads(dt, part.heads)[..., 0] + _of_heads(attn, "dt_bias"))
     if count is not None:  # a token of padding neither decays nor changes the state

@@ -90,6 +90,7 @@ def test_the_bits_of_the_reference(case: str, axis: int):
         check_bits(activation(11, q.shape[axis], tile), q, axis)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.once
 @LAYOUTS
 @pytest.mark.parametrize(
@@ -167,8 +168,7 @@ def test_the_bits_of_panels(case: str, axis: int):
             np.testing.assert_array_equal(found, panels, isa)
 
 
-@pytest.mark.once
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @LAYOUTS
 def test_extreme_codes_and_results_of_16_bits(axis: int):
     """-128 times the largest integers of every format: nothing saturates on the way."""
