@@ -169,7 +169,10 @@ def test_a_layer_has_a_place_among_those_of_its_kind():
         ({"full": FullAttention(3, 8)}, r"full\.head_dim is 8, must be another one than head_dim"),
         ({"full": FullAttention(4, 12)}, "kv_heads is 4, must divide heads, which is 6"),
         ({"window_layers": (), "rope_scaling": None}, "full is given, but window_layers is empty"),
-        ({"attention_gate": True, "shared_keys": None}, "full is given, with latent or linear attention, mamba, fused"),
+        (
+            {"attention_gate": True, "shared_keys": None},
+            "full is given, with latent or linear attention, mamba, short_conv, fused",
+        ),
         ({"full": None, "kv_heads": 2}, "shared_keys is given with layers with a window and without; full is expected"),
         ({"shared_keys": SharedKeys(4)}, r"shared_keys\.layers is 4, but the other layers of 5 have not every kind"),
         ({"norms": "pre"}, "per_layer is given, and norms is 'pre'"),
