@@ -207,8 +207,8 @@ def _mamba_shapes(D: int, mamba: Mamba2) -> Shapes:
 
 def _short_conv_shapes(part: ShortConvolution) -> Shapes:
     """The shapes of the parameters of a gated short convolution."""
-    C = part.channels
-    yield from (("attn/in", (3 * C, C)), ("attn/conv1d", (C, 1, part.kernel)), ("attn/out", (C, C)))
+    C, one = part.channels, () if part.is_gguf else (1,)
+    yield from (("attn/in", (3 * C, C)), ("attn/conv1d", (C, *one, part.kernel)), ("attn/out", (C, C)))
     if part.bias:
         yield from (("attn/in_bias", (3 * C,)), ("attn/conv1d_bias", (C,)), ("attn/out_bias", (C,)))
 

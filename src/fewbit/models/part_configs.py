@@ -263,6 +263,7 @@ class ShortConvolution:
         channels: the channels of the convolution (C): the width of the residual stream.
         kernel: the length of the causal convolution.
         bias: whether the convolution and the projections have biases.
+        is_gguf: whether the leaves are those of a GGUF file: `conv1d [C, K]` in place of `[C, 1, K]`.
 
     Raises:
         QuantError: for numbers that do not fit.
@@ -272,12 +273,14 @@ class ShortConvolution:
     channels: int
     kernel: int = 3
     bias: bool = False
+    is_gguf: bool = False
 
     def __post_init__(self) -> None:
         for name in ("channels", "kernel"):
             check_size(f"short_conv.{name}", getattr(self, name))
-        if not isinstance(self.bias, bool):
-            raise QuantError(f"short_conv.bias is {self.bias!r}, must be true or false")
+        for name in ("bias", "is_gguf"):
+            if not isinstance(getattr(self, name), bool):
+                raise QuantError(f"short_conv.{name} is {getattr(self, name)!r}, must be true or false")
         check_layers("short_conv.layers", self.layers)
 
     @property

@@ -250,6 +250,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 4.0,
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.3,
+            "norm_eps": 1e-3,
+            "rms_norm_eps": None,
+            "tie_word_embeddings": True,
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "granite": (
         "granite",

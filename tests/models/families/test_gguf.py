@@ -210,6 +210,11 @@ def test_state_spaces_that_do_not_fit_are_refused(changed: dict[str, Any], messa
         config_from_gguf(of_architecture("granitehybrid", **sizes, **changed), [])
 
 
+def test_the_length_of_short_convolutions_is_needed():
+    with pytest.raises(QuantError, match=r"lacks the field 'lfm2\.shortconv\.l_cache'"):
+        config_from_gguf(of_architecture("lfm2"), [])
+
+
 def test_layers_for_multi_token_prediction_are_left_out():
     settings = {**CASES["glm4_moe"][1], "model_type": "glm4_moe", "num_nextn_predict_layers": 0}
     config, family = config_from_hf(settings), FAMILIES["glm4_moe"]
@@ -317,6 +322,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {**CASES["granitemoehybrid-mamba"][1], "mamba_proj_bias": False, "intermediate_size": 40},
     "granitemoehybrid-experts": {"position_embedding_type": "rope"},
+    "lfm2": {"conv_bias": False},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
     "dots1": {"sliding_window": None},
@@ -351,6 +357,8 @@ def as_gguf(
         arrays = with_llama_cpp_heads(arrays, config.linear)
     if config.mamba is not None:
         arrays = with_parts_of_blocks(with_llama_cpp_states(arrays, config.mamba))
+    if config.short_conv is not None:
+        arrays = {path: array[:, 0] if path.endswith("conv1d") else array for path, array in arrays.items()}
     named = {family.gguf_table.name(path): array for path, array in arrays.items()}
     fields = {"general.architecture": family.gguf, **{f"{family.gguf}.{k}": getattr(config, v) for k, v in KEYS.items()}}
     if config.window_rope_theta:
@@ -372,6 +380,9 @@ def as_gguf(
         fields |= {f"deepseek2.{key}": value for key, value in latent_fields(config, split=split).items()}
     if config.mamba is not None:
         fields |= {f"granitehybrid.{key}": value for key, value in state_space_fields(config, config.mamba).items()}
+    if config.short_conv is not None:
+        heads = [0 if layer in config.short_conv.layers else config.kv_heads for layer in range(config.layers)]
+        fields |= {"lfm2.attention.head_count_kv": heads, "lfm2.shortconv.l_cache": config.short_conv.kernel}
     if family.gguf == "gemma4":
         fields |= {f"gemma4.{key}": value for key, value in fields_of_kinds(config).items()}
     if isinstance(config.rope_scaling, Proportional):
@@ -589,6 +600,9 @@ def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_
     if config.mamba is not None:
         assert found.mamba == dataclasses.replace(config.mamba, is_gguf=True)
         same |= {"mamba": config.mamba, "fused_mlp": True}
+    if config.short_conv is not None:
+        assert found.short_conv == dataclasses.replace(config.short_conv, is_gguf=True)
+        same["short_conv"] = config.short_conv
     assert dataclasses.replace(found, **same) == config
 
 

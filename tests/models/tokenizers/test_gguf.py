@@ -260,6 +260,7 @@ KINDS = {
     "seed_oss": [("gpt2", "seed-coder")],
     "exaone4": [("gpt2", "exaone4")],
     "ernie4_5": [("llama", "default")],
+    "lfm2": [("gpt2", "lfm2")],
 }
 """The `tokenizer.ggml.model` and `tokenizer.ggml.pre` of each family's GGUF files."""
 

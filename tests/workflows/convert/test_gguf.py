@@ -427,6 +427,12 @@ def test_quantized_linear_attention_computes_the_same_from_a_gguf_file(case, hyb
 
 
 @pytest.mark.slow
+def test_quantized_short_convolutions_compute_the_same_from_a_gguf_file(hybrids, tmp_path):
+    written = computes_the_same(hybrids("lfm2"), tmp_path, quantized="layers/0/attn/out")
+    assert fb.is_qarray(written.load("layers/0/attn/in")) and fb.is_qarray(written.load("layers/0/mlp/down"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["granite-hybrid", "granite-4", "granite-4-moe"])
 def test_quantized_granite_4_computes_the_same_from_a_gguf_file(case, hybrids, tmp_path):
     shared = "layers/0/mlp/shared" if case == "granite-4-moe" else "layers/0/mlp"

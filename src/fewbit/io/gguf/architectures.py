@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from .layers.short_conv import with_common_keys
+
 Kind: TypeAlias = type[int] | type[float]
 FieldRow: TypeAlias = tuple[str, Kind, tuple[str, ...]]
 """The key of a field without the architecture's name, its type, and the names in config.json, the first found counts."""
@@ -58,6 +60,7 @@ class Architecture:
         has_tiled_values: whether its heads of values are in the order that `layers/linear_attention.py` describes.
         has_kinds_of_layers: whether its layers have heads and blocks of several sizes, which `layers/gemma4.py` describes.
         has_state_spaces: whether layers may be state spaces, which `layers/state_space.py` describes; without them it has another name.
+        has_short_convolutions: whether layers may be short convolutions, which `layers/short_conv.py` describes.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -80,9 +83,15 @@ class Architecture:
     has_tiled_values: bool = False
     has_kinds_of_layers: bool = False
     has_state_spaces: bool = False
+    has_short_convolutions: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     large_layers: int | None = None
+
+    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of a config.json, with the values that it may omit."""
+        settings = {**self.defaults, **config}
+        return with_common_keys(settings) if self.has_short_convolutions else settings
 
 
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -433,6 +442,22 @@ ARCHITECTURES = {
             "normalization_function": ("rmsnorm",),
             "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf]),
         },
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        has_short_convolutions=True,
+        defaults={
+            "intermediate_size": 12288,
+            "num_key_value_heads": 8,
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
+            "conv_L_cache": 3,
+            **_TIED,
+        },
+        assumed={"conv_bias": (False,)},
     ),
     "gpt_oss": Architecture(
         "gpt-oss",

@@ -32,6 +32,7 @@ _DOWN = ("down_proj", "output_linear")
 _PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _HEAD = "lm_head.weight"
+_SHORT_CONV = ".shortconv.conv.weight"
 _LATENT = ".self_attn.kv_b_proj.weight"
 
 
@@ -146,7 +147,7 @@ class Conversion:
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
         """The config.json, and the values of the architecture that it omits."""
-        return {**self.architecture.defaults, **self.config}
+        return self.architecture.settings(self.config)
 
     @functools.cached_property
     def _linear_heads(self) -> LinearHeads:
@@ -198,6 +199,8 @@ class Conversion:
         values = tensor.values().astype(np.float32)
         if self.architecture.norm_offset and name.endswith("norm.weight"):
             values = values + np.float32(self.architecture.norm_offset)
+        if name.endswith(_SHORT_CONV):
+            values = values.reshape(len(values), -1)
         return stored(values, name)
 
     def _heads(self, name: str) -> int:
@@ -302,6 +305,6 @@ def _contracted_last(value: np.ndarray | jax.Array | QArray) -> np.ndarray | jax
 
 
 def _is_float32(name: str, tensor: Stored) -> bool:
-    """Whether llama.cpp needs a tensor in float32: norms, biases, routers and all vectors."""
+    """Whether llama.cpp needs a tensor in float32: norms, biases, routers, short convolutions and all vectors."""
     is_matrix = len(tensor.shape) > 1 and name.endswith(".weight")
-    return not is_matrix or name.endswith("_norm.weight") or ".ffn_gate_inp" in name
+    return not is_matrix or name.endswith(("_norm.weight", _SHORT_CONV)) or ".ffn_gate_inp" in name

@@ -13,7 +13,7 @@ from ..._registry import near_names
 from ...errors import QuantError, UnsupportedError
 from .architectures import ARCHITECTURES, COMMON, Architecture, FieldRow
 from .fields import Field
-from .layers import state_space
+from .layers import short_conv, state_space
 from .layers.gemma4 import layer_fields, rope_factors, rotary_dim
 from .layers.linear_attention import LinearHeads
 from .stored import Stored, stored
@@ -36,7 +36,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             f"model_type {kind!r} has no GGUF conversion in fewbit; {near_names(str(kind), tuple(ARCHITECTURES))}"
         )
     architecture = ARCHITECTURES[kind]
-    said = {**architecture.defaults, **config}
+    said = architecture.settings(config)
     for key, accepted in architecture.assumed.items():
         if key in said and said[key] not in accepted:
             raise UnsupportedError(f"llama.cpp runs {kind} only with {key} {accepted[0]!r}, config.json has {said[key]!r}")
@@ -60,7 +60,7 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
         QuantError: for a value that is missing or of another type.
         UnsupportedError: for a rope scaling that llama.cpp lacks.
     """
-    said = {**architecture.defaults, **config}
+    said = architecture.settings(config)
     fields: dict[str, Field] = {"general.architecture": architecture.name}
     for row in COMMON:
         fields[f"{architecture.name}.{row[0]}"] = _field(row, said)
@@ -80,6 +80,8 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
         fields |= {f"{architecture.name}.{key}": value for key, value in _linear_fields(architecture, said).items()}
     if architecture.has_kinds_of_layers:
         fields |= {f"{architecture.name}.{key}": value for key, value in layer_fields(said).items()}
+    if architecture.has_short_convolutions:
+        fields |= {f"{architecture.name}.{key}": value for key, value in short_conv.layer_fields(said).items()}
     if architecture.has_state_spaces:
         fields |= {f"{architecture.name}.{key}": value for key, value in state_space.layer_fields(said).items()}
     for key, value in _rope_fields(architecture, said).items():
@@ -101,7 +103,7 @@ def _has_window(architecture: Architecture, config: Mapping[str, Any]) -> list[b
 
 def extra_tensors(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors that GGUF has and the checkpoint has not. They are the factors of the rotary frequencies."""
-    said = {**architecture.defaults, **config}
+    said = architecture.settings(config)
     rope = _rope(said)
     kind = _rope_kind(rope)
     if architecture.has_kinds_of_layers:
@@ -247,6 +249,11 @@ def _says_windows(architecture: Architecture, config: Mapping[str, Any]) -> bool
     return architecture.stores_windows and bool(config.get("layer_types") or not config.get("sliding_window"))
 
 
+def _has_other_layers(architecture: Architecture) -> bool:
+    """Whether `layer_types` says more than which layers have a window."""
+    return architecture.has_kinds_of_layers or architecture.has_state_spaces or architecture.has_short_convolutions
+
+
 def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuses layers that differ from those that llama.cpp has built in."""
     layers = config.get("num_hidden_layers") or 0
@@ -262,7 +269,7 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
     if architecture.has_linear_attention:
         _full_attention_interval(config)
-    elif not (architecture.has_kinds_of_layers or architecture.has_state_spaces or _says_windows(architecture, config)):
+    elif not (_has_other_layers(architecture) or _says_windows(architecture, config)):
         _check_windows(architecture, config)
     if name == "smollm3":
         rotated, interval = config.get("no_rope_layers") or [], config.get("no_rope_layer_interval")

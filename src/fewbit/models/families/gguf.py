@@ -16,7 +16,16 @@ from ...kernels.quantize.dispatch import dequantize
 from ..attention.rope_scaling import Linear, LongRope, Proportional, RopeScaling, Yarn, yarn_gain
 from ..config import DecoderConfig
 from ..names import NameTable, check_layer_count
-from ..part_configs import Experts, FullAttention, LatentAttention, LinearAttention, Mamba2, PerLayerInputs, SharedKeys
+from ..part_configs import (
+    Experts,
+    FullAttention,
+    LatentAttention,
+    LinearAttention,
+    Mamba2,
+    PerLayerInputs,
+    SharedKeys,
+    ShortConvolution,
+)
 from .family import GGUF, MANY, refuse_unless
 from .gguf_metadata import KEYS, WHERE, GGUFMetadata, read_metadata
 from .table import FAMILIES
@@ -84,7 +93,7 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
     )
 
 
-_OF_SEVERAL_SIZES = ("gemma4", "granitehybrid")
+_OF_SEVERAL_SIZES = ("gemma4", "granitehybrid", "lfm2")
 """The architectures whose layers have heads of keys or feed-forward blocks of several sizes."""
 
 
@@ -276,6 +285,21 @@ def _granite_hybrid(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
         "kv_heads": _of_all_layers([count for count in kv_heads if count], "granitehybrid.attention.head_count_kv"),
         "hidden": found.shared_hidden or found.hidden,
         "mamba": mamba,
+    }
+
+
+def _lfm2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    """LFM2: a layer without heads of keys is a short convolution."""
+    if found.conv_cache is None:
+        raise QuantError(f"{WHERE} lacks the field 'lfm2.shortconv.l_cache'")
+    kv_heads = _by_layer(found.kv_heads, found.layers, "lfm2.attention.head_count_kv")
+    layers = tuple(i for i, count in enumerate(kv_heads) if count == 0)
+    return {
+        "kv_heads": _of_all_layers([count for count in kv_heads if count], "lfm2.attention.head_count_kv"),
+        "hidden": _of_all_layers(found.hidden or [], "lfm2.feed_forward_length"),
+        "window": found.window or 0,
+        "qk_norm": "head",
+        "short_conv": ShortConvolution(layers, found.width, found.conv_cache, is_gguf=True) if layers else None,
     }
 
 
@@ -505,6 +529,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "granite": _granite,
     "granitemoe": _granite_moe,
     "granitehybrid": _granite_hybrid,
+    "lfm2": _lfm2,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
 }

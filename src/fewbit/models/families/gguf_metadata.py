@@ -66,6 +66,7 @@ class GGUFMetadata(msgspec.Struct):
     group_count: Positive | None = None
     time_step_rank: Positive | None = None
     inner_size: Positive | None = None
+    conv_cache: Positive | None = None
     rotates: bool = True
     window: Count | None = None
     window_pattern: Positive | list[bool] | None = None
@@ -133,6 +134,7 @@ KEYS = {
     "group_count": "ssm.group_count",
     "time_step_rank": "ssm.time_step_rank",
     "inner_size": "ssm.inner_size",
+    "conv_cache": "shortconv.l_cache",
     "rotates": "rope.scaling.finetuned",
     "window": "attention.sliding_window",
     "window_pattern": "attention.sliding_window_pattern",

@@ -8,7 +8,7 @@ import msgspec
 from ..._json import Count, Positive
 from ..config import DecoderConfig
 from ..part_configs import ShortConvolution
-from .family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
+from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
 class _Lfm2(Common, kw_only=True):
@@ -84,4 +84,14 @@ _TABLE = hf_table(
     {"norm": "model.embedding_norm.weight"},
 )
 
-FAMILIES = (Family("lfm2", "LFM2", _lfm2, _TABLE),)
+_GGUF = gguf_table(
+    {
+        **{
+            f"attn/{name}": f"shortconv.{theirs}.weight"
+            for name, theirs in (("in", "in_proj"), ("conv1d", "conv"), ("out", "out_proj"))
+        },
+    },
+    {"norm": "token_embd_norm.weight"},
+)
+
+FAMILIES = (Family("lfm2", "LFM2", _lfm2, _TABLE, gguf="lfm2", gguf_table=_GGUF),)

@@ -28,6 +28,7 @@ _SAME_RULE = {
     "llama-bpe": "dbrx",
     "llama-v3": "dbrx",
     "llama3": "dbrx",
+    "lfm2": "dbrx",
     "smaug-bpe": "dbrx",
     "glm4": "dbrx",
     "chatglm-bpe": "dbrx",
@@ -38,7 +39,7 @@ _SAME_RULE = {
 }
 """Names of rules that split text as another one does."""
 
-_WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3", "tekken")
+_WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3", "lfm2", "tekken")
 """The rules of tokenizers that look up whole words before they merge."""
 
 _STRIPPING_MODELS = ("phi-3", "phi3")

@@ -146,7 +146,7 @@ def why_not_weight(model: Model, weight: Weight) -> str | None:
         experts, inputs, outputs = scheme.tiles(3)
         scheme, shape = scheme.with_tiles((experts, outputs, inputs), pack_axis=-1), (shape[0], shape[2], shape[1])
     if architecture is not None and architecture.has_tiled_values and weight.name.endswith(".linear_attn.out_proj.weight"):
-        settings = {**architecture.defaults, **language_config(model.metadata)}
+        settings = architecture.settings(language_config(model.metadata))
         if reason := LinearHeads.of(settings, is_tiled=True).why_not_stored(weight.name, scheme):
             return reason
     return why_not(scheme, shape)
