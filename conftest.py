@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import beartype.typing  # noqa: F401 - the text of CHECKER names it
@@ -100,18 +101,24 @@ DAYS = 14
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps what XLA compiles in the user's cache directory: most of the suite's time goes there.
 
-    Every run of this user finds it, in any checkout, and so do the processes that tests start. `-p no:cacheprovider` keeps nothing.
+    Every run of this user finds it, in any checkout, and so do the processes that tests start; where it cannot be written, pytest's cache
+    has it. `-p no:cacheprovider` keeps nothing.
     """
     from fewbit.cli.compiled import user_directory  # after the import hook
 
-    kept = user_directory("tests")
-    if not hasattr(config, "cache") or kept is None:
+    if not hasattr(config, "cache"):
         return
-    directory = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(kept))
-    jax.config.update("jax_compilation_cache_dir", directory)
+    kept = user_directory("tests") or config.cache.mkdir("jax")
+    jax.config.update("jax_compilation_cache_dir", os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(kept)))
     for limit, none in (("min_compile_time_secs", 0), ("min_entry_size_bytes", -1)):
         os.environ.setdefault(f"JAX_PERSISTENT_CACHE_{limit.upper()}", str(none))
         jax.config.update(f"jax_persistent_cache_{limit}", none)
+    if not hasattr(config, "workerinput"):
+        remove_old(kept)
+
+
+def remove_old(kept: Path) -> None:
+    """Removes the programs that were compiled more than `DAYS` ago."""
     for file in kept.glob("*-cache"):
         with contextlib.suppress(FileNotFoundError):  # another run removed it
             if file.stat().st_mtime < time.time() - DAYS * 86400:

@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("_registry",),
-    ("_json", "_merges", "_patterns", "_pretokenizers", "_table", "_wrapping", "_explicit_mesh"),
+    ("_hybrids", "_json", "_merges", "_patterns", "_pretokenizers", "_table", "_wrapping", "_explicit_mesh"),
     ("_tiles",),
     ("formats",),
     ("array",),

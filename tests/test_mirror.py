@@ -32,6 +32,7 @@ SUITES = (
     Suite("test_public_names.py", "every public name can be imported and is documented", {"": "_api"}),
     Suite("test_registry.py", "what an error says, and every reason in it", {"": "errors"}),
     Suite("models/tokenizers/test_gguf.py", "splits of every tokenizer by transformers'", {"": "_pretokenizers"}),
+    Suite("models/families/test_family.py", "configurations of Granite 4 and LFM2", {"": "_hybrids"}),
     # Arrays.
     Suite(
         "conformance/test_schemes.py",

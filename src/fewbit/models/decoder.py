@@ -46,6 +46,7 @@ from .layer import (
     scaled,
     sub_norm,
 )
+from .part_configs import LinearAttention, Mamba2
 
 
 def forward(
@@ -328,12 +329,8 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
     ) -> tuple[Array, KeysValues, LinearState | None]:
         attn, name = layer["attn"], "out" if _is_recurrent(layer) else "o"
         y = _before(x, attn, config)
-        if config.linear is not None and _is_recurrent(layer):
-            mixed, state = linear_attention(y, attn, config, config.linear, state, length)
-        elif config.mamba is not None and _is_recurrent(layer):
-            mixed, state = state_space_layer(y, attn, config, config.mamba, state, length)
-        elif config.short_conv is not None and _is_recurrent(layer):
-            mixed, state = short_convolution(y, attn, config.short_conv, state, length)
+        if _is_recurrent(layer):
+            mixed, state = _mixed_by_state(y, attn, config, state, length)
         else:
             mixed, kvs = softmax(y, attn, kvs, index)
         mixed = sub_norm(mixed, attn, config)
@@ -351,6 +348,19 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
 def _is_recurrent(layer: Params) -> bool:
     """Whether a layer has a state in place of keys and values."""
     return "out" in layer["attn"]
+
+
+def _mixed_by_state(
+    y: Array, attn: Params, config: DecoderConfig, state: LinearState | None, length: Array | None
+) -> tuple[Array, LinearState]:
+    """The output of a layer with a state, before its projection, and the state after the tokens."""
+    part = config.recurrent
+    if isinstance(part, LinearAttention):
+        return linear_attention(y, attn, config, part, state, length)
+    if isinstance(part, Mamba2):
+        return state_space_layer(y, attn, config, part, state, length)
+    assert part is not None
+    return short_convolution(y, attn, part, state, length)
 
 
 def _transformed(x: Array, layer: Params, config: DecoderConfig) -> Array:

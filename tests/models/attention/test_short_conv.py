@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fewbit.errors import QuantError
-from fewbit.models import DecoderConfig, HybridCache, ShortConvolution, empty_cache, forward, prefill
+from fewbit.models import DecoderConfig, HybridCache, ShortConvolution, empty_cache
 from fewbit.models.attention.short_conv import short_convolution
-from tests.nets.random_decoder import MAMBA, SHORT_CONV, random_params, random_tokens
+from tests.nets.random_decoder import MAMBA, SHORT_CONV
 
 
 def test_a_cache_has_keys_of_the_one_layer_and_inputs_of_the_others():
@@ -31,12 +31,21 @@ def test_a_token_sees_itself_and_those_before_it_in_the_kernel():
 
 
 def test_it_continues_in_bfloat16():
-    params, tokens = random_params(SHORT_CONV), random_tokens(SHORT_CONV, 1, 9)
-    whole = np.asarray(forward(params, tokens, SHORT_CONV, dtype=jnp.bfloat16)[:, -1])
-    cache = empty_cache(SHORT_CONV, batch=1, max_length=9, dtype=jnp.bfloat16)
-    for part in (tokens[:, :5], tokens[:, 5:6], tokens[:, 6:]):
-        logits, cache = prefill(params, part, cache, SHORT_CONV, dtype=jnp.bfloat16)
-    np.testing.assert_allclose(logits, whole, atol=2**-6 * np.abs(whole).max(), rtol=0)
+    """Small integers, whose products and sums are exact, in three runs as in one."""
+    part = SHORT_CONV.short_conv
+    draw = np.random.default_rng(0)
+    attn = {"in": draw.integers(-1, 2, (72, 24)), "in_bias": draw.integers(-1, 2, 72)}
+    attn |= {"conv1d": draw.integers(-2, 3, (24, 1, 3)), "conv1d_bias": draw.integers(-2, 3, 24)}
+    attn = {name: jnp.asarray(numbers, jnp.bfloat16) for name, numbers in attn.items()}
+    y = jnp.asarray(draw.integers(-1, 2, (2, 9, 24)) * (draw.random((2, 9, 24)) < 0.2), jnp.bfloat16)
+    whole, last = short_convolution(y, attn, part)
+    outs, state = [], None
+    for tokens in (y[:, :5], y[:, 5:6], y[:, 6:]):
+        out, state = short_convolution(tokens, attn, part, state)
+        outs.append(out)
+    assert whole.dtype == last.inputs.dtype == jnp.bfloat16 and np.any(np.asarray(whole))
+    np.testing.assert_array_equal(jnp.concatenate(outs, axis=1), whole)
+    np.testing.assert_array_equal(state.inputs, last.inputs)
 
 
 @pytest.mark.parametrize(

@@ -450,8 +450,12 @@ def test_lfm2():
     assert (config.hidden, config.tied) == (10752, False)
     assert config_from_hf({**LFM2, "full_attn_idxs": None}).short_conv is None
     assert config_from_hf({**LFM2, "block_ffn_dim_multiplier": None, "block_ff_dim": 100}).hidden == 66
-    with pytest.raises(UnsupportedError, match="layer_types = 'mamba'; supported is 'conv' or 'full_attention'"):
+    with pytest.raises(
+        UnsupportedError, match="layer_types = 'mamba'; supported is 'conv' or 'attention' or 'full_attention'"
+    ):
         config_from_hf({**LFM2, "layer_types": ["mamba"] * 16})
+    with pytest.raises(QuantError, match="15 layer_types and num_hidden_layers 16"):
+        config_from_hf({**LFM2, "layer_types": ["conv"] * 15})
 
 
 def test_granite_4_has_both_names_of_kinds_of_layers():

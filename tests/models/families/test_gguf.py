@@ -16,6 +16,7 @@ from fewbit.models import (
     FullAttention,
     LinearAttention,
     Mamba2,
+    ShortConvolution,
     config_from_gguf,
     config_from_hf,
     forward,
@@ -210,9 +211,16 @@ def test_state_spaces_that_do_not_fit_are_refused(changed: dict[str, Any], messa
         config_from_gguf(of_architecture("granitehybrid", **sizes, **changed), [])
 
 
-def test_the_length_of_short_convolutions_is_needed():
+def test_lfm2():
     with pytest.raises(QuantError, match=r"lacks the field 'lfm2\.shortconv\.l_cache'"):
         config_from_gguf(of_architecture("lfm2"), [])
+    sizes = {"shortconv.l_cache": 4, "attention.head_count_kv": [0, 2]}
+    config = config_from_gguf(of_architecture("lfm2", **sizes, **{"attention.sliding_window": 7}), [])
+    assert (config.short_conv, config.kv_heads, config.window) == (
+        ShortConvolution((0,), config.width, 4, is_gguf=True),
+        2,
+        7,
+    )
 
 
 def test_layers_for_multi_token_prediction_are_left_out():

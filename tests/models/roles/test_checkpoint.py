@@ -162,3 +162,15 @@ def test_a_role_without_its_axis_is_refused():
         TensorRole("router_gate")
     with pytest.raises(fb.QuantError, match="count from the end"):
         TensorRole("matmul", 1)
+
+
+def test_the_table_of_names_has_the_products_of_lfm2():
+    layer = "model.layers.0."
+    products = {"conv.in_proj": (48, 16), "conv.out_proj": (16, 16), "self_attn.out_proj": (16, 16)}
+    products |= {"feed_forward.w1": (24, 16), "feed_forward.w2": (16, 24), "feed_forward.w3": (24, 16)}
+    others = {"conv.conv": (16, 1, 3), "operator_norm": (16,), "ffn_norm": (16,), "self_attn.q_layernorm": (8,)}
+    shapes = {f"{layer}{name}.weight": shape for name, shape in {**products, **others}.items()}
+    found = models.checkpoint_roles(shapes, {"model_type": "lfm2"}, use_modules=False)
+    assert {name for name, one in found.roles.items() if one.role in QUANTIZED_ROLES} == {
+        f"{layer}{name}.weight" for name in products
+    }

@@ -8,8 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from .layers.short_conv import with_common_keys
-
 Kind: TypeAlias = type[int] | type[float]
 FieldRow: TypeAlias = tuple[str, Kind, tuple[str, ...]]
 """The key of a field without the architecture's name, its type, and the names in config.json, the first found counts."""
@@ -22,7 +20,7 @@ COMMON: tuple[FieldRow, ...] = (
     ("feed_forward_length", int, ("intermediate_size",)),
     ("attention.head_count", int, ("num_attention_heads",)),
     ("attention.head_count_kv", int, ("num_key_value_heads", "num_attention_heads")),
-    ("attention.layer_norm_rms_epsilon", float, ("rms_norm_eps",)),
+    ("attention.layer_norm_rms_epsilon", float, ("rms_norm_eps", "norm_eps")),
 )
 """The required fields of every architecture."""
 
@@ -90,8 +88,7 @@ class Architecture:
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The content of a config.json, with the values that it may omit."""
-        settings = {**self.defaults, **config}
-        return with_common_keys(settings) if self.has_short_convolutions else settings
+        return {**self.defaults, **config}
 
 
 _SILU = {"hidden_act": ("silu", "swish")}

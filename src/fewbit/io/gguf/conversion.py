@@ -165,7 +165,8 @@ class Conversion:
 
     def _is_dropped(self, name: str) -> bool:
         """Whether llama.cpp computes the tensor, or a tied head repeats the embedding."""
-        is_tied = self._settings.get("tie_word_embeddings", False)
+        said = self._settings
+        is_tied = said.get("tie_embedding", said.get("tie_word_embeddings", False))  # the first in older LFM2
         return _DERIVED.fullmatch(name) is not None or (name == _HEAD and bool(is_tied))
 
     def _expert_target(self, name: str, layer: str, index: str, part: str) -> str:

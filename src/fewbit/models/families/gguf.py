@@ -274,29 +274,34 @@ def _granite_moe(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
 def _granite_hybrid(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """Granite 4: a layer without heads of keys is a state space."""
     groups, heads, state_dim, head_dim, kernel = _state_sizes(found, "granitehybrid")
-    kv_heads = _by_layer(found.kv_heads, found.layers, "granitehybrid.attention.head_count_kv")
-    layers = tuple(i for i, count in enumerate(kv_heads) if count == 0)
+    layers, kv_heads = _without_keys(found, "granitehybrid")
     mamba = None
     if layers:
         conv_bias = f"blk.{layers[0]}.ssm_conv1d.bias" in names
         mamba = Mamba2(layers, heads, head_dim, state_dim, groups, kernel, conv_bias=conv_bias, is_gguf=True)
     return {
         **_granite(found, names),
-        "kv_heads": _of_all_layers([count for count in kv_heads if count], "granitehybrid.attention.head_count_kv"),
+        "kv_heads": kv_heads,
         "hidden": found.shared_hidden or found.hidden,
         "mamba": mamba,
     }
+
+
+def _without_keys(found: GGUFMetadata, architecture: str) -> tuple[tuple[int, ...], int]:
+    """The layers without heads of keys, which have a state in their place, and the number of heads in the others."""
+    key = f"{architecture}.attention.head_count_kv"
+    counts = _by_layer(found.kv_heads, found.layers, key)
+    layers = tuple(i for i, count in enumerate(counts) if count == 0)
+    return layers, _of_all_layers([count for count in counts if count], key)
 
 
 def _lfm2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """LFM2: a layer without heads of keys is a short convolution."""
     if found.conv_cache is None:
         raise QuantError(f"{WHERE} lacks the field 'lfm2.shortconv.l_cache'")
-    kv_heads = _by_layer(found.kv_heads, found.layers, "lfm2.attention.head_count_kv")
-    layers = tuple(i for i, count in enumerate(kv_heads) if count == 0)
+    layers, kv_heads = _without_keys(found, "lfm2")
     return {
-        "kv_heads": _of_all_layers([count for count in kv_heads if count], "lfm2.attention.head_count_kv"),
-        "hidden": _of_all_layers(found.hidden or [], "lfm2.feed_forward_length"),
+        "kv_heads": kv_heads,
         "window": found.window or 0,
         "qk_norm": "head",
         "short_conv": ShortConvolution(layers, found.width, found.conv_cache, is_gguf=True) if layers else None,

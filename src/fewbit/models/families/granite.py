@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ..._hybrids import GRANITE_4, layers_with_state
 from ..._json import Count, Positive
 from ...errors import QuantError
 from ..config import DecoderConfig
@@ -81,15 +82,10 @@ _OF_TRAINING = ("time_step_min", "time_step_max", "time_step_floor")
 _INFINITIES = (math.inf, "Infinity", "inf", {"__float__": "Infinity"})
 """What files have for infinity."""
 
-_STATE_SPACE, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
-
 
 def _mamba(found: _Granite4) -> Mamba2 | None:
     """The state space layers."""
-    kinds = found.kinds or ["mamba"] * found.layers
-    for kind in kinds:
-        refuse_unless(kind, (*_STATE_SPACE, *_ATTENTION), "layer_types")
-    layers = tuple(i for i, kind in enumerate(kinds) if kind in _STATE_SPACE)
+    layers = layers_with_state(found.kinds or ["mamba"] * found.layers, found.layers, GRANITE_4)
     if not layers:
         return None
     refuse_unless(found.time_step_limit, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")

@@ -5,10 +5,11 @@ from typing import Any
 
 import msgspec
 
+from ..._hybrids import LFM2, layers_with_state, lfm2_hidden, lfm2_layer_types
 from ..._json import Count, Positive
 from ..config import DecoderConfig
 from ..part_configs import ShortConvolution
-from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
+from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config
 
 
 class _Lfm2(Common, kw_only=True):
@@ -29,39 +30,24 @@ class _Lfm2(Common, kw_only=True):
 
 _UNREAD = (
     *("block_dim", "conv_dim", "conv_dim_out", "num_heads", "block_norm_eps", "block_use_swiglu", "use_pos_enc"),
-    *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init", "theta"),
+    *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
 )
 """Keys of published configurations that transformers does not read."""
 
 
 def _lfm2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config({key: obj[key] for key in obj if key not in _UNREAD}, _Lfm2, names)
-    kinds = found.kinds
-    if kinds is None:
-        attention = range(found.layers) if found.attention is None else found.attention
-        kinds = ["full_attention" if i in attention else "conv" for i in range(found.layers)]
-    for kind in kinds:
-        refuse_unless(kind, ("conv", "full_attention"), "layer_types")
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == "conv")
+    kinds = lfm2_layer_types(found.kinds, found.attention, found.layers)
+    layers = layers_with_state(kinds, found.layers, LFM2)
+    given = found.hidden_before or found.hidden
     return decoder_config(
         found,
         theta=1e6,
-        hidden=_hidden(found),
+        hidden=lfm2_hidden(given, is_adjusted=found.is_adjusted, factor=found.factor, multiple=found.multiple),
         tied=found.tied if found.tied_before is None else found.tied_before,
         qk_norm="head",
         short_conv=ShortConvolution(layers, found.width, found.kernel, found.conv_bias) if layers else None,
     )
-
-
-def _hidden(found: _Lfm2) -> int:
-    """The width of the feed-forward block: two thirds of what is given, times a factor, rounded up."""
-    hidden = found.hidden_before or found.hidden
-    if not found.is_adjusted:
-        return hidden
-    hidden = int(2 * hidden / 3)
-    if found.factor is None:
-        return hidden
-    return -(-int(found.factor * hidden) // found.multiple) * found.multiple
 
 
 _TABLE = hf_table(
@@ -71,9 +57,9 @@ _TABLE = hf_table(
         "attn/o": "self_attn.out_proj.weight",
         "attn/q_norm": "self_attn.q_layernorm.weight",
         "attn/k_norm": "self_attn.k_layernorm.weight",
-        **{
-            f"mlp/{ours}": f"feed_forward.{theirs}.weight" for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-        },
+        "mlp/gate": "feed_forward.w1.weight",
+        "mlp/up": "feed_forward.w3.weight",
+        "mlp/down": "feed_forward.w2.weight",
         "attn/in": "conv.in_proj.weight",
         "attn/in_bias": "conv.in_proj.bias",
         "attn/conv1d": "conv.conv.weight",
@@ -86,10 +72,9 @@ _TABLE = hf_table(
 
 _GGUF = gguf_table(
     {
-        **{
-            f"attn/{name}": f"shortconv.{theirs}.weight"
-            for name, theirs in (("in", "in_proj"), ("conv1d", "conv"), ("out", "out_proj"))
-        },
+        "attn/in": "shortconv.in_proj.weight",
+        "attn/conv1d": "shortconv.conv.weight",
+        "attn/out": "shortconv.out_proj.weight",
     },
     {"norm": "token_embd_norm.weight"},
 )

@@ -39,7 +39,7 @@ def test_the_fields_of_lfm2():
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"layer_types": ["conv", "mamba", "conv"]}, UnsupportedError, "no layers of kind 'mamba' in lfm2"),
+        ({"layer_types": ["conv", "mamba", "conv"]}, UnsupportedError, "layer_types = 'mamba'; supported is 'conv' or"),
         ({"layer_types": ["conv", "full_attention"]}, QuantError, "2 layer_types and num_hidden_layers 3"),
         ({"conv_bias": True}, UnsupportedError, "only with conv_bias False"),
         ({"conv_L_cache": 0}, QuantError, "conv_L_cache is 0"),

@@ -25,7 +25,8 @@ HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[
 FUSED = HERE[1:]  # a product and a sum are rounded at once
 GGML = Packing(interleave=paired(32))
 LAST = (((1,), (1,)), ((), ()))
-LONG = dict.fromkeys(("uint8_g32", "ternary", "uint2_g32", "uint3_g32", "q5_0", "uint7_g16", "int7"), pytest.mark.long)
+# Each has the width of codes of another case, with another size of blocks, zero points or a table.
+LONG = dict.fromkeys(("uint8_g32", "ternary", "uint2_g32", "uint3_g32", "q5_0", "int7"), pytest.mark.long)
 QUICK = ("uint4_g64", "q4_1", "nvfp4", "q5_1")
 # Neither vectors nor rows of registers divide the shapes; the last block is short where the format allows it.
 CASES = {

@@ -2,8 +2,8 @@
 
 A layer without heads of keys is a state space (Mamba-2). `A_log` is stored as `-exp(A_log)`, `[M, 1]` as `D` is, the convolution as
 `[C, K]`, and the gain of the norm by groups, `[N, w / N]`. Joined gate and up projections of the shared feed-forward block are
-separated. A model with attention in every layer has the architecture of Granite 3, with the shared block as its feed-forward block, or
-beside the experts.
+separated. A model with attention in every layer has the architecture of Granite 3: the shared block is its feed-forward block, or with
+experts its shared expert.
 
 Reference: llama.cpp, conversion/granite.py and src/models/granite-hybrid.cpp (2026).
 """
@@ -16,6 +16,7 @@ import jax
 import msgspec
 import numpy as np
 
+from ...._hybrids import GRANITE_4, layers_with_state
 from ...._json import Count, Positive, converted
 from ....array.qarray import QArray
 from ....errors import QuantError, UnsupportedError
@@ -33,7 +34,6 @@ _TARGETS = {
     "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
 }
-_ATTENTION, _STATE_SPACE = ("attention", "full_attention"), ("mamba", "linear_attention")
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.(input|output)_linear\.weight")
 
 
@@ -42,9 +42,13 @@ def name_of_architecture(config: Mapping[str, Any]) -> str:
 
     Args:
         config: as for `layer_fields`.
+
+    Raises:
+        QuantError: for a value that is missing or of another type.
+        UnsupportedError: for a kind of layers that Granite 4 does not have.
     """
     found = converted(config, _Hybrid, "config.json")
-    if not all(_has_attention(found)):
+    if found.state_spaces:
         return "granitehybrid"
     return "granitemoe" if found.experts else "granite"
 
@@ -60,8 +64,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Field]:
         UnsupportedError: for layers that llama.cpp does not run.
     """
     found = converted(config, _Hybrid, "config.json")
-    has_attention = _has_attention(found)
-    if not any(has_attention):
+    if len(found.state_spaces) == found.layers:
         raise UnsupportedError("llama.cpp runs Granite 4 only with attention in some layers")
     fields: dict[str, Field] = {
         "feed_forward_length": found.hidden if found.experts else found.shared_hidden,
@@ -72,8 +75,8 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Field]:
             raise QuantError("config.json lacks 'num_experts_per_tok', which the GGUF field 'expert_used_count' needs")
         fields |= {"expert_count": found.experts, "expert_used_count": found.active}
         fields["expert_shared_feed_forward_length"] = found.shared_hidden
-    if not all(has_attention):
-        return fields | _state_fields(found, has_attention)
+    if found.state_spaces:
+        return fields | _state_fields(found)
     if found.experts and found.positions != "rope":
         raise UnsupportedError(
             "llama.cpp always rotates granitemoe, which Granite 4 with experts is where every layer has attention; "
@@ -82,17 +85,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Field]:
     return fields
 
 
-def _has_attention(found: "_Hybrid") -> list[bool]:
-    """Whether each layer has attention; a state space otherwise."""
-    kinds = found.kinds or ["mamba"] * found.layers
-    if unknown := [kind for kind in kinds if kind not in (*_ATTENTION, *_STATE_SPACE)]:
-        raise UnsupportedError(f"llama.cpp has no layers of kind {unknown[0]!r} in granitehybrid")
-    if len(kinds) != found.layers:
-        raise QuantError(f"config.json has {len(kinds)} layer_types and num_hidden_layers {found.layers}")
-    return [kind in _ATTENTION for kind in kinds]
-
-
-def _state_fields(found: "_Hybrid", has_attention: list[bool]) -> dict[str, Field]:
+def _state_fields(found: "_Hybrid") -> dict[str, Field]:
     """The fields of the sizes of state spaces, and of the layers that they are."""
     if found.head_dim not in ("auto", None, found.expand * found.width // found.heads):
         raise QuantError(f"config.json has mamba_d_head {found.head_dim}, and {found.heads} heads of another width")
@@ -101,7 +94,7 @@ def _state_fields(found: "_Hybrid", has_attention: list[bool]) -> dict[str, Fiel
             "llama.cpp runs state spaces of Granite 4 only with mamba_expand 2 and without mamba_proj_bias"
         )
     return {
-        "attention.head_count_kv": [found.kv_heads if one else 0 for one in has_attention],
+        "attention.head_count_kv": [0 if i in found.state_spaces else found.kv_heads for i in range(found.layers)],
         "ssm.conv_kernel": found.kernel,
         "ssm.state_size": found.state_dim,
         "ssm.group_count": found.groups,
@@ -184,3 +177,8 @@ class _Hybrid(msgspec.Struct, kw_only=True):
     kernel: Positive = msgspec.field(name="mamba_d_conv")
     expand: Positive = msgspec.field(name="mamba_expand")
     has_biases: bool = msgspec.field(name="mamba_proj_bias", default=False)
+
+    @property
+    def state_spaces(self) -> tuple[int, ...]:
+        """The layers that are state spaces."""
+        return layers_with_state(self.kinds or ["mamba"] * self.layers, self.layers, GRANITE_4)
