@@ -9,12 +9,15 @@ from fewbit.errors import QuantError
 from fewbit.models import DecoderConfig, Experts, FullAttention, LatentAttention, PerLayerInputs, SharedKeys
 from fewbit.models.attention.rope_scaling import Dynamic, Llama3, LongRope, Proportional, Yarn
 from tests.nets.random_decoder import (
+    BY_HEAD,
     BY_KEY_HEAD,
     CONFIGS,
     FEATURES,
     LATENT,
+    LEARNED_POSITIONS,
     LINEAR,
     OTHERS,
+    PARALLEL,
     SHARED_KEYS,
     SMALL,
     SUB_NORMS,
@@ -24,8 +27,16 @@ from tests.nets.random_decoder import (
 
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), FEATURES, OTHERS, LATENT, BY_KEY_HEAD, SUB_NORMS, TWO_WIDTHS, SHARED_KEYS],
-    ids=[*CONFIGS, "features", "others", "latent", "linear", "sub norms", "two widths", "shared keys"],
+    [
+        *CONFIGS.values(),
+        *(FEATURES, OTHERS, LATENT, BY_KEY_HEAD, SUB_NORMS, TWO_WIDTHS, SHARED_KEYS),
+        *(LEARNED_POSITIONS, BY_HEAD, PARALLEL),
+    ],
+    ids=[
+        *CONFIGS,
+        *("features", "others", "latent", "linear", "sub norms", "two widths", "shared keys"),
+        *("learned positions", "by head", "parallel"),
+    ],
 )
 def test_json_reads_back(config: DecoderConfig):
     assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config

@@ -15,13 +15,16 @@ from fewbit.kvcache import KVPolicy, kv_policy
 from fewbit.models import DecoderConfig, Experts, decode_step, empty_cache, forward, prefill, stack_experts, stack_layers
 from fewbit.models.attention.rope_scaling import Dynamic
 from tests.nets.random_decoder import (
+    BY_HEAD,
     BY_KEY_HEAD,
     CONFIGS,
     FEATURES,
     LATENT,
+    LEARNED_POSITIONS,
     LINEAR,
     MAMBA,
     OTHERS,
+    PARALLEL,
     SHARED_KEYS,
     SHORT_CONV,
     SMALL,
@@ -79,6 +82,9 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
         pytest.param(SHORT_CONV, id="short conv"),
         pytest.param(TWO_WIDTHS, id="two widths"),
         pytest.param(SHARED_KEYS, id="shared keys"),
+        pytest.param(LEARNED_POSITIONS, id="learned positions"),
+        pytest.param(BY_HEAD, id="by head"),
+        pytest.param(PARALLEL, id="parallel"),
     ],
 )
 def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):
@@ -135,6 +141,7 @@ DYNAMIC = dataclasses.replace(SMALL, rope_scaling=Dynamic(2.0, 4))
         pytest.param(LINEAR, kv_policy("int8"), id="linear, int8"),
         pytest.param(MAMBA, None, id="mamba"),
         pytest.param(SHORT_CONV, None, id="short conv"),
+        pytest.param(LEARNED_POSITIONS, None, id="learned positions"),
         pytest.param(TWO_WIDTHS, kv_policy("int8"), id="two widths, int8"),
         pytest.param(SHARED_KEYS, kv_policy("int8"), id="shared keys, int8"),
         pytest.param(DYNAMIC, None, id="dynamic"),

@@ -9,12 +9,15 @@ import pytest
 from fewbit.models import Experts, params_from_paths, paths_of_params, shapes
 from fewbit.models.input_scales import FoldedScales, scalable_inputs, why_not_scaled
 from tests.nets.random_decoder import (
+    BY_HEAD,
     BY_KEY_HEAD,
     FEATURES,
     LATENT,
+    LEARNED_POSITIONS,
     LINEAR,
     MAMBA,
     OTHERS,
+    PARALLEL,
     SHARED_KEYS,
     SHORT_CONV,
     SMALL,
@@ -41,6 +44,9 @@ CONFIGS = {
     "sub norms": SUB_NORMS,
     "two widths": TWO_WIDTHS,
     "shared keys": SHARED_KEYS,
+    "learned positions": LEARNED_POSITIONS,
+    "by head": BY_HEAD,
+    "parallel": PARALLEL,
 }
 SPLIT = dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, split=True))
 """As in GGUF files."""

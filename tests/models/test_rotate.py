@@ -20,13 +20,17 @@ from fewbit.models import (
     rotated_weight,
     stack_layers,
 )
+from fewbit.models.rotate import mean_preserving_rotation
 from tests.nets.random_decoder import (
+    BY_HEAD,
     BY_KEY_HEAD,
     CONFIGS,
     FEATURES,
     LATENT,
+    LEARNED_POSITIONS,
     LINEAR,
     MAMBA,
+    PARALLEL,
     SHARED_KEYS,
     SHORT_CONV,
     SMALL,
@@ -67,6 +71,10 @@ OTHER = dataclasses.replace(
         SHORT_CONV,
         dataclasses.replace(INTERLEAVED, norms="pre"),
         SUB_NORMS,
+        dataclasses.replace(PARALLEL, norm_kind="rms"),
+        PARALLEL,
+        LEARNED_POSITIONS,
+        BY_HEAD,
     ],
     ids=[
         *CONFIGS,
@@ -78,6 +86,10 @@ OTHER = dataclasses.replace(
         "short conv",
         "interleaved experts",
         "sub norms",
+        "parallel",
+        "layer norms",
+        "learned positions",
+        "by head",
     ],
 )
 def test_logits_stay_what_they_are(config: DecoderConfig):
@@ -110,6 +122,20 @@ def test_logits_stay_with_norms_on_the_outputs_of_blocks(config: DecoderConfig):
             np.testing.assert_array_equal(array, before[path])
     with pytest.raises(QuantError, match="the residual stream is rotated already"):
         rotate_residual(rotated, rotated_config, key=KEY)
+
+
+@pytest.mark.parametrize("width", [1, 2, 24])
+def test_the_mean_is_preserved(width: int):
+    q = mean_preserving_rotation(width, key=KEY)
+    np.testing.assert_allclose(q.T @ q, np.eye(width), atol=1e-14)
+    np.testing.assert_allclose([q.sum(0), q.sum(1)], np.ones((2, width)), atol=1e-14)
+
+
+def test_a_bias_after_a_gain_of_zero_is_refused():
+    params = random_params(BY_HEAD)
+    params["layers"][1]["mlp"]["norm"] = jnp.full(BY_HEAD.width, -BY_HEAD.norm_offset)
+    with pytest.raises(QuantError, match="layers/1/mlp/norm has a gain of zero, by which the bias after it"):
+        rotate_residual(params, BY_HEAD, key=KEY)
 
 
 ROTATED = {

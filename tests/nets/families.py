@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 WIDE = {name: value for name, value in SIZES.items() if name != "head_dim"}  # heads of 8
+_OWN_SIZES = {name: value for name, value in WIDE.items() if name not in ("intermediate_size", "num_key_value_heads")}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _LINEAR = {
@@ -321,6 +322,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", {**SIZES, "use_bias": True}),
     "helium": ("HeliumForCausalLM", {**WIDE, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
     "bitnet": ("BitNetForCausalLM", WIDE),
+    "arcee": ("ArceeForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "phi": ("PhiForCausalLM", WIDE),
+    "starcoder2": ("Starcoder2ForCausalLM", {**WIDE, "sliding_window": 6}),
+    "stablelm": ("StableLmForCausalLM", {**WIDE, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLmForCausalLM", {**WIDE, "use_parallel_residual": True, "tie_word_embeddings": True}),
+    "nemotron": ("NemotronForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "cohere": ("CohereForCausalLM", {**WIDE, "logit_scale": 0.25, "attention_bias": True}),
+    "cohere2": ("Cohere2ForCausalLM", {**WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
+    "opt": ("OPTForCausalLM", {**_OWN_SIZES, "ffn_dim": 40, "word_embed_proj_dim": 32}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {**_OWN_SIZES, "intermediate_size": 40}),
+    "gpt_neox-sequential": (
+        "GPTNeoXForCausalLM",
+        {**_OWN_SIZES, "intermediate_size": 40, "use_parallel_residual": False, "attention_bias": False},
+    ),
+    "falcon": ("FalconForCausalLM", _OWN_SIZES),
+    "falcon-new": (
+        "FalconForCausalLM",
+        {**_OWN_SIZES, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 40},
+    ),
+    "falcon-heads": ("FalconForCausalLM", {**_OWN_SIZES, "multi_query": False, "parallel_attn": False}),
     "gpt_oss": (
         "GptOssForCausalLM",
         {

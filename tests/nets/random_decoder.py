@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -143,6 +144,41 @@ SHARED_KEYS = dataclasses.replace(
     embed_scale=3.0,
 )
 """As the small ones of Gemma 4 have it."""
+LEARNED_POSITIONS = dataclasses.replace(
+    SMALL,
+    kv_heads=6,
+    norm_kind="layer",
+    norm_bias=True,
+    gated=False,
+    activation="relu",
+    nope_layers=(0, 1, 2),
+    positions=SMALL.context + 2,
+    position_offset=2,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+)
+"""As OPT has it."""
+BY_HEAD = dataclasses.replace(
+    LEARNED_POSITIONS,
+    kv_heads=2,
+    tied=False,
+    head_bias=True,
+    norm_offset=0.25,
+    activation="gelu",
+    nope_layers=(),
+    positions=0,
+    position_offset=0,
+    rotary_dim=4,
+    fused=True,
+    fused_by_head=True,
+    parallel="two_norms",
+)
+"""As GPT-NeoX and the newer Falcon have it."""
+PARALLEL = dataclasses.replace(
+    SMALL, rope="interleaved", norm_kind="layer", parallel="one_norm", window=5, window_layers=(0, 2), nope_layers=(1,)
+)
+"""As Cohere 2 has it."""
 SUB_NORMS = dataclasses.replace(SMALL, sub_norms=True, activation="relu2", norm_eps=0.01)
 
 
@@ -176,17 +212,23 @@ def logits_float64(params: dict[str, Any], tokens: Any, config: DecoderConfig) -
 
 def _sequence(w: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderConfig) -> np.ndarray:
     x = w["embed"][tokens] * c.embed_scale
+    if c.positions:
+        x = x + w["position_embed"][c.position_offset :][: len(tokens)]
     inputs, keys_values = _per_layer_inputs(w, tokens, x, c), {}
     for i in range(c.layers):
         layer = _unfused({path.split("/", 2)[2]: a for path, a in w.items() if path.startswith(f"layers/{i}/")}, c)
-        y = _attention(_normed(x, layer.get("attn/norm"), c), layer, i, c, keys_values)
+        normed, before = _of_stream(x, layer, "attn/norm", c), x
+        y = _attention(normed, layer, i, c, keys_values)
         x = x + c.residual_scale * _normed(y, layer.get("attn/post_norm"), c)
-        x = x + c.residual_scale * _normed(_mlp(x, layer, i, c), layer.get("mlp/post_norm"), c)
+        if c.parallel != "one_norm":
+            normed = _of_stream(x if c.parallel == "none" else before, layer, "mlp/norm", c)
+        x = x + c.residual_scale * _normed(_mlp(x, normed, layer, i, c), layer.get("mlp/post_norm"), c)
         if c.per_layer is not None:
             y = _gated(x @ layer["per_layer/gate"].T, inputs[:, i], c) @ layer["per_layer/projection"].T
             x = x + c.residual_scale * _normed(y, layer["per_layer/post_norm"], c)
         x = x * layer.get("scale", 1.0)
-    logits = c.logit_scale * (_normed(x, w["norm"], c) @ w["embed" if c.tied else "head"].T)
+    logits = _of_stream(x, w, "norm", c) @ w["embed" if c.tied else "head"].T
+    logits = c.logit_scale * (logits + w.get("head_bias", 0.0))
     return c.logit_cap * np.tanh(logits / c.logit_cap) if c.logit_cap else logits
 
 
@@ -200,6 +242,13 @@ def _per_layer_inputs(w: dict[str, np.ndarray], tokens: np.ndarray, x: np.ndarra
     return (np.stack([_normed(row, w["per_layer_norm"], c) for row in projected]) + own) / np.sqrt(2)
 
 
+def _of_stream(x: np.ndarray, w: dict[str, np.ndarray], name: str, c: DecoderConfig) -> np.ndarray:
+    """The norm of the residual stream."""
+    if c.norm_kind == "layer":
+        x = x - x.mean(axis=1, keepdims=True)
+    return _normed(x, w.get(name), c) + w.get(f"{name}_bias", 0.0)
+
+
 def _normed(x: np.ndarray, gain: np.ndarray | None, c: DecoderConfig) -> np.ndarray:
     if gain is None:
         return x
@@ -209,7 +258,12 @@ def _normed(x: np.ndarray, gain: np.ndarray | None, c: DecoderConfig) -> np.ndar
 def _unfused(layer: dict[str, np.ndarray], c: DecoderConfig) -> dict[str, np.ndarray]:
     """The parameters of a layer with a matrix for each projection."""
     found = dict(layer)
-    if "attn/q+k+v" in layer:
+    if "attn/q+k+v" in layer and c.fused_by_head:
+        for ending in ("", "_bias"):
+            of_heads = np.split(layer[f"attn/q+k+v{ending}"], c.kv_heads)
+            parts = [np.split(rows, [c.group * c.head_dim, (c.group + 1) * c.head_dim]) for rows in of_heads]
+            found |= {f"attn/{name}{ending}": np.concatenate([p[i] for p in parts]) for i, name in enumerate("qkv")}
+    elif "attn/q+k+v" in layer:
         ends = np.cumsum([c.heads * c.head_dim, c.kv_heads * c.head_dim])
         found |= dict(zip(("attn/q", "attn/k", "attn/v"), np.split(layer["attn/q+k+v"], ends), strict=True))
     if "mlp/gate+up" in layer:
@@ -380,8 +434,9 @@ def _turned(x: np.ndarray, i: int, c: DecoderConfig) -> np.ndarray:
     return np.concatenate([turned, rest], axis=1)
 
 
-def _mlp(x: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
-    y, experts = _normed(x, layer.get("mlp/norm"), c), c.experts_of(i)
+def _mlp(x: np.ndarray, y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
+    """The feed-forward block of the normed stream `y`."""
+    experts = c.experts_of(i)
     if experts is None:
         return _block(y, layer, "mlp", c)
     if experts.beside_dense:
@@ -440,15 +495,19 @@ def _expert(layer: dict[str, np.ndarray], e: int, experts: Experts) -> dict[str,
 
 
 def _block(y: np.ndarray, layer: dict[str, np.ndarray], part: str, c: DecoderConfig) -> np.ndarray:
-    gate, up = (y @ layer[f"{part}/{name}"].T + layer.get(f"{part}/{name}_bias", 0.0) for name in ("gate", "up"))
-    return _normed(_gated(gate, up, c), layer.get(f"{part}/sub_norm"), c) @ layer[f"{part}/down"].T + layer.get(
-        f"{part}/down_bias", 0.0
-    )
+    names = ("gate", "up") if c.gated else ("up",)
+    gate, *up = (y @ layer[f"{part}/{name}"].T + layer.get(f"{part}/{name}_bias", 0.0) for name in names)
+    hidden = _normed(_gated(gate, *up or [np.ones(1)], c), layer.get(f"{part}/sub_norm"), c)
+    return hidden @ layer[f"{part}/down"].T + layer.get(f"{part}/down_bias", 0.0)
 
 
 def _gated(gate: np.ndarray, up: np.ndarray, c: DecoderConfig) -> np.ndarray:
     if c.activation == "gelu_tanh":
         return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    if c.activation == "gelu":
+        return gate / 2 * (1 + np.vectorize(math.erf)(gate / np.sqrt(2))) * up
+    if c.activation == "relu":
+        return np.maximum(gate, 0) * up
     if c.activation == "relu2":
         return np.maximum(gate, 0) ** 2 * up
     if c.activation == "silu":

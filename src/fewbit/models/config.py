@@ -23,14 +23,20 @@ from .part_configs import (
 RopeLayout = Literal["interleaved", "half"]
 """The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + rotary_dim / 2` (Hugging Face)."""
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
-"""What the gate passes through.
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu", "relu2"]
+"""What the gate passes through, or the up projection where there is no gate.
 
 "clamped_swiglu" is gpt-oss's `clip(gate) sigmoid(1.702 clip(gate)) (clip(up) + 1)`, and "relu2" the square of a ReLU (BitNet).
 """
 
 Norms = Literal["pre", "post", "sandwich"]
 """Where a block has RMSNorms: on its input, on its output (OLMo 2), or on both (Gemma 2)."""
+
+NormKind = Literal["rms", "layer"]
+"""The norm of the residual stream: RMSNorm, or LayerNorm, which subtracts the mean first."""
+
+Parallel = Literal["none", "one_norm", "two_norms"]
+"""Whether the feed-forward block reads what attention reads, not its result: through attention's norm (Phi-2), or its own (GPT-NeoX)."""
 
 QKNorm = Literal["none", "head", "projection"]
 """RMSNorm of queries and keys: over each head (Qwen3), or over the whole projection (OLMo 2)."""
@@ -45,7 +51,7 @@ activation."""
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder: RMSNorm, rotary embedding, grouped-query attention, a gated feed-forward block or experts.
+    """A decoder: norms, rotary embedding, grouped-query attention, a feed-forward block or experts.
 
     The defaults are Llama's.
 
@@ -78,11 +84,14 @@ class DecoderConfig:
         mlp_bias: whether the feed-forward block has biases.
         qk_norm: the RMSNorm of queries and keys.
         value_norm: whether values have an RMSNorm over each head, without a gain (Gemma 4).
-        norms: where a block has RMSNorms.
+        norms: where a block has norms.
+        norm_kind: the kind of the norms of the residual stream.
+        norm_bias: whether these norms have biases, which a LayerNorm may have.
         sub_norms: whether the output projection of attention and the down projection have RMSNorms on their inputs (BitNet).
         norm_offset: added to the gain of every RMSNorm (1 in Gemma).
         sinks: whether each head's softmax has one more logit, without a value (gpt-oss).
-        activation: the activation of the gate.
+        gated: whether the feed-forward block has a gate; else it is `down act(up x)`.
+        activation: the activation of the gate, or of the up projection.
         activation_limit: the limit of "clamped_swiglu".
         attention_scale: multiplies the products of queries and keys; 0: `head_dim ** -0.5`.
         temperature_scale: b; queries of position p are multiplied by `1 + b log(1 + floor(p / temperature_length))` (Ministral 3).
@@ -91,8 +100,14 @@ class DecoderConfig:
         logit_cap: soft cap of the output logits; 0: none.
         embed_scale: multiplies the embeddings.
         residual_scale: multiplies the output of each block before it is added (Granite).
+        parallel: whether attention and the feed-forward block are parallel.
+        positions: rows of a learned embedding of positions, which is added to that of tokens (GPT-2); 0: there is none.
+        position_offset: the row of the first position (OPT).
         logit_scale: multiplies the output logits.
+        head_bias: whether the output head has a bias (Phi-2).
         fused: whether the checkpoint has one leaf for q, k and v, and one for gate and up (Phi-3).
+        fused_by_head: with `fused`, whether it has the rows of the queries, the key and the value of each head of keys in turn
+            (GPT-NeoX, Falcon); else all queries come first.
         fused_mlp: whether it has one leaf for gate and up alone (GLM-4), those of a shared expert, too (Granite 4).
         experts: the mixture of experts; None: every layer is dense.
         latent: multi-head latent attention; None: grouped-query attention.
@@ -143,9 +158,12 @@ class DecoderConfig:
     qk_norm: QKNorm = "none"
     value_norm: bool = False
     norms: Norms = "pre"
+    norm_kind: NormKind = "rms"
+    norm_bias: bool = False
     sub_norms: bool = False
     norm_offset: float = 0.0
     sinks: bool = False
+    gated: bool = True
     activation: Activation = "silu"
     activation_limit: float = 7.0
     attention_scale: float = 0.0
@@ -155,8 +173,13 @@ class DecoderConfig:
     logit_cap: float = 0.0
     embed_scale: float = 1.0
     residual_scale: float = 1.0
+    parallel: Parallel = "none"
+    positions: int = 0
+    position_offset: int = 0
     logit_scale: float = 1.0
+    head_bias: bool = False
     fused: bool = False
+    fused_by_head: bool = False
     fused_mlp: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
@@ -191,6 +214,10 @@ class DecoderConfig:
             "layer_scale",
             "attention_gate",
             "rotated_outputs",
+            "norm_bias",
+            "gated",
+            "head_bias",
+            "fused_by_head",
         ):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -211,8 +238,9 @@ class DecoderConfig:
                 f"{name} is {getattr(self, name)}, must be even and no larger than the head: rotary embedding rotates pairs "
                 "of coordinates"
             )
-        if (self.fused or self.fused_mlp) and self.mlp_bias:
+        if (self.fused or self.fused_mlp) and self.mlp_bias and self.gated:
             raise QuantError("fused and mlp_bias are true: biases of fused gate and up projections are not supported")
+        self._check_block()
         if isinstance(self.rope_scaling, Yarn) and self.rope_theta == 1:
             raise QuantError("rope_theta is 1, whose logarithm YaRN divides by; expected another base")
         if self.sub_norms and self.experts is not None:
@@ -239,6 +267,23 @@ class DecoderConfig:
         ):
             if any(not 0 <= layer < self.layers for layer in listed):
                 raise QuantError(f"{name} is {listed}, must be layers from 0 to {self.layers - 1}")
+
+    def _check_block(self) -> None:
+        """Refuses forms of a block, and of what is around the blocks, that no decoder has together."""
+        if self.norm_bias and self.norm_kind == "rms":
+            raise QuantError("norm_bias is true, but norm_kind is 'rms': an RMSNorm has no bias")
+        if self.norm_kind == "layer" and (self.norms != "pre" or self.recurrent is not None or self.latent is not None):
+            raise QuantError("norm_kind is 'layer', with norms on outputs, latent attention or layers with a state")
+        if not self.gated and (self.experts is not None or self.fused_mlp or self.activation == "clamped_swiglu"):
+            raise QuantError("gated is false, with experts, a fused gate or an activation of two inputs")
+        if self.parallel != "none" and (self.norms != "pre" or self.per_layer is not None):
+            raise QuantError(f"parallel is {self.parallel!r}, with norms on outputs or inputs per layer")
+        if self.positions and self.positions - self.position_offset < self.context:
+            raise QuantError(
+                f"positions is {self.positions}, which from row {self.position_offset} are fewer than context, {self.context}"
+            )
+        if self.fused_by_head and not self.fused:
+            raise QuantError("fused_by_head is true, but fused is not")
 
     def _check_latent(self, latent: LatentAttention) -> None:
         """Refuses what multi-head latent attention does not have."""
@@ -462,8 +507,17 @@ _POSITIVE_OR_NONE = (
     "window",
     "rotary_dim",
     "extra_layers",
+    "positions",
+    "position_offset",
 )
-_CHOICES = {"rope": RopeLayout, "activation": Activation, "norms": Norms, "qk_norm": QKNorm}
+_CHOICES = {
+    "rope": RopeLayout,
+    "activation": Activation,
+    "norms": Norms,
+    "norm_kind": NormKind,
+    "qk_norm": QKNorm,
+    "parallel": Parallel,
+}
 _TUPLES: dict[str, Any] = {
     "nope_layers": list[int],
     "window_layers": list[int],

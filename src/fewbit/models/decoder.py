@@ -1,6 +1,6 @@
 """A decoder in plain JAX for Llama, Qwen, Gemma and others.
 
-RMSNorm, rotary embedding, grouped-query, latent or linear attention, state spaces, short convolutions, a gated feed-forward block or
+Norms, rotary embedding, grouped-query, latent or linear attention, state spaces, short convolutions, a feed-forward block or
 experts. The pytree of parameters, with weights `[out, in]` as in GGUF and Hugging Face files; of a Llama:
 
     {"embed": [V, D],
@@ -44,6 +44,7 @@ from .layer import (
     plus_bias,
     rms_norm,
     scaled,
+    stream_norm,
     sub_norm,
 )
 from .part_configs import LinearAttention, Mamba2
@@ -198,24 +199,36 @@ def _hidden(
     The stream is `[B, T, D]`; the cache has the tokens' keys and values. `kv` quantizes keys and values where there is no
     cache; None: they stay float. `length` is as for `prefill`.
     """
-    x = embedded(params, tokens, config, dtype=dtype)
+    x = embedded(params, tokens, config, dtype=dtype, first=0 if cache is None else cache.length)
     inputs = None if config.per_layer is None else per_layer_inputs(params, tokens, x, config)
     softmax = _softmax(config, tokens.shape[1], cache, kv, length)
     return _through_layers(_block(config, softmax, inputs, length), softmax, x, cache, params["layers"])
 
 
-def embedded(params: Params, tokens: Int[Array, "B T"], config: DecoderConfig, *, dtype: DTypeLike = jnp.float32) -> Array:
-    """The residual stream before the first layer `[B, T, D]`.
+def embedded(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    config: DecoderConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    first: Int[Array, ""] | int = 0,
+) -> Float[Array, "B T D"]:
+    """The residual stream before the first layer.
 
     Args:
-        params: as for `forward`; only `embed` is read.
+        params: as for `forward`; only `embed` and `position_embed` are read.
         tokens: as for `forward`.
         config: the configuration.
         dtype: as for `forward`.
+        first: the position of the first token. One that the embedding of positions does not have makes it NaN.
     """
     table = params["embed"]
     tokens = jnp.where(tokens < 0, table.shape[0], tokens)  # a negative one would count from the end
-    return scaled(jnp.take(table, tokens, axis=0).astype(dtype), config.embed_scale)
+    x = scaled(jnp.take(table, tokens, axis=0).astype(dtype), config.embed_scale)
+    if config.positions:
+        rows = first + config.position_offset + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        x = x + jnp.take(params["position_embed"], rows, axis=0).astype(dtype)[None]
+    return x
 
 
 def per_layer_inputs(
@@ -334,8 +347,13 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
         else:
             mixed, kvs = softmax(y, attn, kvs, index)
         mixed = sub_norm(mixed, attn, config)
-        x = x + _after(plus_bias(linear(changed_input(mixed, attn, name, config), attn[name]), attn, name), attn, config)
-        x = x + _after(_transformed(x, layer, config), layer["mlp"], config)
+        of_attention = plus_bias(linear(changed_input(mixed, attn, name, config), attn[name]), attn, name)
+        before, x = x, x + _after(of_attention, attn, config)
+        if config.parallel == "none":
+            y = _before(x, layer["mlp"], config)
+        elif config.parallel == "two_norms":
+            y = _before(before, layer["mlp"], config)
+        x = x + _after(_transformed(x, y, layer, config), layer["mlp"], config)
         if inputs is not None:
             x = x + _after(_gated_input(x, layer["per_layer"], inputs, index, config), layer["per_layer"], config)
         if config.layer_scale:
@@ -363,10 +381,9 @@ def _mixed_by_state(
     return short_convolution(y, attn, part, state, length)
 
 
-def _transformed(x: Array, layer: Params, config: DecoderConfig) -> Array:
-    """The output of the feed-forward block, of experts, or of both."""
+def _transformed(x: Array, y: Array, layer: Params, config: DecoderConfig) -> Array:
+    """The output of the feed-forward block, of experts, or of both, for the normed stream `y`."""
     mlp, experts = layer["mlp"], config.experts
-    y = _before(x, mlp, config)
     if experts is not None and "moe" in layer:
         return dense_and_mixture(x, y, layer, config, experts)
     if experts is not None and "experts" in mlp:
@@ -384,7 +401,7 @@ def _before(x: Array, part: Params, config: DecoderConfig) -> Array:
     """The input of attention or the feed-forward block, with its norm if it has one."""
     if config.norms == "post":
         return x
-    return rms_norm(x, part["norm"], config)
+    return stream_norm(x, part, config)
 
 
 def _after(y: Array, part: Params, config: DecoderConfig) -> Array:
@@ -443,7 +460,7 @@ def output_logits(params: Params, x: Float[Array, "B T _"], config: DecoderConfi
     """The logits of the residual stream after the last layer, float32.
 
     Args:
-        params: as for `forward`; only `norm` and `head`, or `embed` where they are tied, are read.
+        params: as for `forward`; only `norm` and `head`, or `embed` where they are tied, and their biases are read.
         x: the residual stream, or the result of the last `layer_output`.
         config: the configuration.
 
@@ -456,9 +473,9 @@ def output_logits(params: Params, x: Float[Array, "B T _"], config: DecoderConfi
         raise QuantError("config.tied is True, but params has 'head'; make the two agree")
     if not config.tied and "head" not in params:
         raise QuantError("config.tied is False, but params has no 'head'; make the two agree")
-    y = rms_norm(x, params["norm"], config)
+    y = stream_norm(x, params, config)
     head = params["embed"] if config.tied else params["head"]
-    logits = scaled(linear(y, head, dtype=jnp.float32), config.logit_scale)
+    logits = scaled(plus_bias(linear(y, head, dtype=jnp.float32), params, "head"), config.logit_scale)
     if config.logit_cap:
         logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
     return logits

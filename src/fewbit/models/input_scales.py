@@ -34,6 +34,8 @@ _AFTER_NORM = {
     "mlp": ("gate", "up", "gate+up", "router", "shared_expert_gate"),
 }
 _IN_BLOCK = ("gate", "up", "gate+up")
+_HOMOGENEOUS = ("relu",)
+"""The activations that let a positive factor through."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class ScalableInput:
 
     Attributes:
         readers: every weight that reads it, with its contraction axis, negative.
-        sources: what produces it: the channels of a norm's gain, or of weights and biases. The first one names the input.
+        sources: what produces it: the channels of a norm's gain and bias, or of weights and biases. The first one names the input.
         channels: the channel of the sources that each of the input's elements comes from.
         is_norm: whether the source is a norm.
         groups: the number of experts in one stack, each of which has its own input and scales; 0: one input.
@@ -126,7 +128,8 @@ class _Inputs:
         if norm in self.shapes:
             width = range(self.shapes[norm][0])
             found = tuple(self.reader(path) for path in readers if path in self.shapes)
-            yield ScalableInput(found, (Channels(norm, -1, width),), tuple(width), is_norm=True)
+            sources = tuple(Channels(path, -1, width) for path in (norm, f"{norm}_bias") if path in self.shapes)
+            yield ScalableInput(found, sources, tuple(width), is_norm=True)
 
     def reader(self, path: str) -> Channels:
         """All columns of a weight."""
@@ -136,7 +139,10 @@ class _Inputs:
     def attention(self, layer: int) -> Iterator[ScalableInput]:
         """The inputs of a layer's attention."""
         at, config, latent = f"layers/{layer}/attn", self.config, self.config.latent
-        yield from self.after_norm(f"{at}/norm", [f"{at}/{name}" for name in _AFTER_NORM["attn"]])
+        readers = [f"{at}/{name}" for name in _AFTER_NORM["attn"]]
+        if config.parallel == "one_norm":
+            readers += [f"layers/{layer}/mlp/{name}" for name in _AFTER_NORM["mlp"]]
+        yield from self.after_norm(f"{at}/norm", readers)
         if latent is not None:
             yield from self.after_norm(f"{at}/q_a_norm", [f"{at}/q_b"])
             if not latent.split:
@@ -170,7 +176,11 @@ class _Inputs:
         config = config.kinds[config.kind_of(layer)]
         width, h = config.kv_heads * config.head_dim, config.head_dim
         first = 0 if name == "v" else config.heads * h + width
-        sources = [Channels(f"{at}/{name}", -2, range(first, first + width)), Channels(f"{at}/v_bias", -1, range(width))]
+        places: range | tuple[int, ...] = range(first, first + width)
+        if config.fused_by_head:
+            period = (config.group + 2) * h
+            places = tuple(head * period + period - h + i for head in range(config.kv_heads) for i in range(h))
+        sources = [Channels(f"{at}/{name}", -2, places), Channels(f"{at}/{name}_bias", -1, places)]
         channels = tuple((head // config.group) * h + i for head in range(config.heads) for i in range(h))
         yield self.before_product(f"{at}/o", sources, channels)
 
@@ -197,8 +207,14 @@ class _Inputs:
             yield from (self.kept(f"{block}/down") for block in (*blocks, *experts))
         elif self.config.sub_norms:
             yield from self.after_norm(f"{at}/sub_norm", [f"{at}/down"])
-        elif self.config.activation != "clamped_swiglu":  # it adds 1 to up, and clips it
+        elif self.is_linear_in_up:
             yield from map(self.hidden, (*blocks, *experts))
+
+    @property
+    def is_linear_in_up(self) -> bool:
+        """Whether a positive factor of a row of up is one of the activation. gpt-oss adds 1 to up, and clips it."""
+        activation = self.config.activation
+        return activation != "clamped_swiglu" if self.config.gated else activation in _HOMOGENEOUS
 
     def hidden(self, at: str) -> ScalableInput:
         """The input of down, whose rows of up are divided."""
@@ -254,7 +270,7 @@ class FoldedScales:
     """The changes of a decoder's parameters that fold scales.
 
     Attributes:
-        gains: the new gains of norms, by path.
+        gains: the new gains of norms, by path; their biases are among the factors.
         factors: what else is multiplied, by path: the axis, and the factor of each of its elements.
     """
 
@@ -292,11 +308,10 @@ class FoldedScales:
             s = np.asarray(scales[one.name], np.float64)
             if one.is_norm:
                 gains[one.name], s = _divided_gain(load(one.name), s, config.norm_offset)
-            else:
-                for part in one.sources:
-                    divisor = np.ones((*s.shape[:-1], all_shapes[part.path][part.axis]))
-                    divisor[..., list(part.places)] = s
-                    factors.setdefault(part.path, []).append((part.axis, 1 / divisor))
+            for part in one.sources[one.is_norm :]:
+                divisor = np.ones((*s.shape[:-1], all_shapes[part.path][part.axis]))
+                divisor[..., list(part.places)] = s
+                factors.setdefault(part.path, []).append((part.axis, 1 / divisor))
             for part in one.readers:
                 factors.setdefault(part.path, []).append((part.axis, s[..., list(one.channels)]))
         return cls(gains, {path: tuple(every) for path, every in factors.items()})

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: projections, RMSNorm, gated feed-forward block.
+"""The parts of a decoder layer: projections, norms, feed-forward block.
 
 Dimension letters as in `decoder`.
 """
@@ -28,13 +28,8 @@ def queries_keys_values(
     Attention divides by `sqrt(h)`; queries are multiplied by what `config.attention_scale` differs from that. Without a leaf `v` values
     are the projected keys.
     """
-    counts = (config.heads, config.kv_heads, config.kv_heads)
-    widths = (config.query_width, *(n * config.head_dim for n in counts[1:]))
-    names = JOINED["attn"] if has_values(attn) else JOINED["attn"][:2]
-    flat = products(attn, names, widths[: len(names)], partial(linear, y))
-    flat = [plus_bias(part, attn, name) for part, name in zip(flat, names, strict=True)]
-    if not has_values(attn):
-        flat.append(flat[1])
+    counts, names = (config.heads, config.kv_heads), JOINED["attn"][:2]
+    flat = _projected_by_head(y, attn, config) if config.fused_by_head else _projected(y, attn, config)
     B, T, _ = y.shape
     gate = None
     if config.attention_gate:
@@ -42,12 +37,33 @@ def queries_keys_values(
         flat[0], gate = q.reshape(B, T, -1), gate.reshape(B, T, -1)
     q, k = (
         _rotated_heads(part, name, count, attn, rotations, config)
-        for part, name, count in zip(flat[:2], names[:2], counts[:2], strict=True)
+        for part, name, count in zip(flat[:2], names, counts, strict=True)
     )
     v = flat[2].reshape(B, T, config.kv_heads, -1)
     if config.value_norm:
         v = rms_norm(v, None, config)
     return q, k, v.swapaxes(1, 2), gate
+
+
+def _projected(y: Array, attn: Params, config: DecoderConfig) -> list[Array]:
+    """The projections of queries, keys and values `[B, T, w]`."""
+    names = JOINED["attn"] if has_values(attn) else JOINED["attn"][:2]
+    keys = config.kv_heads * config.head_dim
+    widths = (config.query_width, keys, keys)[: len(names)]
+    if "q+k+v_bias" in attn:
+        joined = plus_bias(linear(y, attn["q+k+v"]), attn, "q+k+v")
+        return jnp.split(joined, [widths[0], widths[0] + keys], axis=-1)
+    flat = products(attn, names, widths, partial(linear, y))
+    flat = [plus_bias(part, attn, name) for part, name in zip(flat, names, strict=True)]
+    return flat if has_values(attn) else [*flat, flat[1]]
+
+
+def _projected_by_head(y: Array, attn: Params, config: DecoderConfig) -> list[Array]:
+    """The same of one weight with the rows of each head of keys in turn."""
+    joined = plus_bias(linear(y, attn["q+k+v"]), attn, "q+k+v")
+    of_heads = joined.reshape(*y.shape[:2], config.kv_heads, config.group + 2, config.head_dim)  # [B, T, K, G + 2, h]
+    parts = jnp.split(of_heads, [config.group, config.group + 1], axis=3)
+    return [part.reshape(*y.shape[:2], -1) for part in parts]
 
 
 def queries(
@@ -79,11 +95,16 @@ def has_values(attn: Params) -> bool:
 
 
 def feed_forward(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig) -> Float[Array, "B T D"]:
-    """The gated feed-forward block of normed tokens: `down (act(gate y) * up y)`, with a norm before `down` if it has one."""
-    names = JOINED["mlp"]
-    gate, up = products(mlp, names, [mlp_width(mlp)] * 2, partial(linear, y))
-    gate, up = plus_bias(gate, mlp, "gate"), plus_bias(up, mlp, "up")
-    hidden = sub_norm(gated(gate, up, config), mlp, config)
+    """The feed-forward block of normed tokens: `down (act(gate y) * up y)`, or `down act(up y)` without a gate.
+
+    `down` has a norm before it if the configuration says so.
+    """
+    if config.gated:
+        gate, up = products(mlp, JOINED["mlp"], [mlp_width(mlp)] * 2, partial(linear, y))
+        hidden = gated(plus_bias(gate, mlp, "gate"), plus_bias(up, mlp, "up"), config)
+    else:
+        hidden = activated(plus_bias(linear(y, mlp["up"]), mlp, "up"), config)
+    hidden = sub_norm(hidden, mlp, config)
     return plus_bias(linear(changed_input(hidden, mlp, "down", config), mlp["down"]), mlp, "down")
 
 
@@ -117,15 +138,39 @@ def mlp_width(mlp: Params) -> int:
 
 def gated(gate: Array, up: Array, config: DecoderConfig) -> Array:
     """The activation of the gate times the up projection."""
-    if config.activation == "gelu_tanh":
-        return jax.nn.gelu(gate, approximate=True) * up
     if config.activation == "clamped_swiglu":
         limit = config.activation_limit
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-    if config.activation == "relu2":
-        return jnp.square(jax.nn.relu(gate)) * up
-    return jax.nn.silu(gate) * up
+    return activated(gate, config) * up
+
+
+def activated(x: Array, config: DecoderConfig) -> Array:
+    """The activation, of one input."""
+    match config.activation:
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case "relu":
+            return jax.nn.relu(x)
+        case "relu2":
+            return jnp.square(jax.nn.relu(x))
+        case _:
+            return jax.nn.silu(x)
+
+
+def stream_norm(x: Float[Array, "*B D"], part: Params, config: DecoderConfig) -> Float[Array, "*B D"]:
+    """The norm of the residual stream before a block or the output head, with the gain `norm` of `part`, and its bias."""
+    if config.norm_kind == "layer":
+        return plus_bias(layer_norm(x, part["norm"], config), part, "norm")
+    return rms_norm(x, part["norm"], config)
+
+
+def layer_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig) -> Float[Array, "*B n"]:
+    """LayerNorm: `(x - mean(x)) / sqrt(var(x) + eps) * (gain + norm_offset)`, computed in float32, in the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    return rms_norm(wide - jnp.mean(wide, axis=-1, keepdims=True), gain, config).astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig, eps: float | None = None) -> Float[Array, "*B n"]:

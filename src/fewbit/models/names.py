@@ -85,6 +85,8 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """
     D = config.width
     result: dict[str, tuple[int, ...]] = {"embed": (config.vocab, D)}
+    if config.positions:
+        result["position_embed"] = (config.positions, D)
     if (inputs := config.per_layer) is not None:
         width = config.layers * inputs.width
         result["per_layer_embed"] = (inputs.vocab, width)
@@ -95,20 +97,29 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             result[path] = shape
             if config.scales_input_of(path):
                 result[f"{path}_input_scale"] = (*shape[:-2], shape[contraction_axis(path, config)])
-    result["norm"] = (D,)
+    result |= dict(_norm_shapes("norm", config))
     if not config.tied:
         result["head"] = (config.vocab, D)
+    if config.head_bias:
+        result["head_bias"] = (config.vocab,)
     return result
 
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
+def _norm_shapes(path: str, config: DecoderConfig) -> Shapes:
+    """The shapes of a norm of the residual stream."""
+    yield path, (config.width,)
+    if config.norm_bias:
+        yield f"{path}_bias", (config.width,)
+
+
 def _attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The shapes of the attention's parameters, by the path within a layer."""
     D, part = config.width, config.recurrent_of(layer)
     if config.norms != "post":
-        yield "attn/norm", (D,)
+        yield from _norm_shapes("attn/norm", config)
     if isinstance(part, LinearAttention):
         yield from _linear_shapes(D, part)
     elif isinstance(part, Mamba2):
@@ -138,7 +149,9 @@ def _softmax_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield "attn/q+k+v", (sum(widths.values()), D)
     else:
         yield from ((f"attn/{name}", (width, D)) for name, width in widths.items())
-    if config.qkv_bias and config.latent is None:
+    if config.qkv_bias and config.fused:
+        yield "attn/q+k+v_bias", (sum(widths.values()),)
+    elif config.qkv_bias and config.latent is None:
         yield from ((f"attn/{name}_bias", (width,)) for name, width in widths.items())
     if config.qk_norm != "none":
         heads = {"q": config.heads, "k": config.kv_heads} if has_keys else {"q": config.heads}
@@ -217,14 +230,17 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
     """The shapes of the feed-forward block's or the experts' parameters, by the path within a layer."""
     D, F = config.width, config.hidden_of(layer)
     experts = config.experts_of(layer)
-    if config.norms != "post":
-        yield "mlp/norm", (D,)
+    if config.norms != "post" and config.parallel != "one_norm":
+        yield from _norm_shapes("mlp/norm", config)
     if experts is not None and not experts.beside_dense:
         yield from _expert_shapes("mlp", experts, D, is_joined=config.fused_mlp)
-    else:
+    elif config.gated:
         yield from _block_shapes("mlp", D, F, is_joined=config.fused or config.fused_mlp)
-        if config.mlp_bias:
-            yield from (("mlp/gate_bias", (F,)), ("mlp/up_bias", (F,)), ("mlp/down_bias", (D,)))
+    else:
+        yield from (("mlp/up", (F, D)), ("mlp/down", (D, F)))
+    if config.mlp_bias and (experts is None or experts.beside_dense):
+        names = {"gate": F, "up": F, "down": D} if config.gated else {"up": F, "down": D}
+        yield from ((f"mlp/{name}_bias", (width,)) for name, width in names.items())
     if config.sub_norms:
         yield "mlp/sub_norm", (F,)
     if config.norms != "pre":

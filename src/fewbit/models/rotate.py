@@ -53,6 +53,32 @@ def random_rotation(width: int, *, key: Key[Array, ""]) -> np.ndarray:
     return q * np.sign(np.diag(r))[None, :]
 
 
+def mean_preserving_rotation(width: int, *, key: Key[Array, ""]) -> np.ndarray:
+    """A random orthogonal matrix `[width, width]` whose rows and columns have the sum 1, in float64.
+
+    So `x` times the matrix has the mean of `x`. It is a uniformly random rotation of the vectors with mean 0.
+
+    Args:
+        width: rows and columns.
+        key: a JAX random key.
+
+    Returns:
+        The matrix.
+
+    >>> q = mean_preserving_rotation(8, key=jax.random.key(0))
+    >>> bool(np.abs(q.T @ q - np.eye(8)).max() < 1e-14), bool(np.allclose(q.sum(0), 1))
+    (True, True)
+    """
+    if width == 1:
+        return np.ones((1, 1))
+    inner = np.eye(width)
+    inner[1:, 1:] = random_rotation(width - 1, key=key)
+    between = np.full(width, -(width**-0.5))
+    between[0] += 1
+    reflection = np.eye(width) - 2 / (between @ between) * np.outer(between, between)  # of the first axis to the mean's
+    return reflection @ inner @ reflection
+
+
 def signed_hadamard(width: int, *, key: Key[Array, ""]) -> tuple[np.ndarray, np.ndarray]:
     """A Hadamard matrix `[width, width]` whose rows have random signs, in float64, and the signs.
 
@@ -86,6 +112,8 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
     matrix, and the configuration untied (unless the last gain is all ones). Computed in float64 on the host, and rounded
     once to float32: logits agree to float32 rounding.
 
+    Where norms are LayerNorms, Q leaves the mean of the stream as it is: `Q 1 = 1`. A bias b after the gain becomes `(b / gain) Q`.
+
     Where blocks have norms on their outputs (Gemma 2 and 3, OLMo 2), the gain comes after the last weight, and no weight can
     rotate what it scales. Then Q is a Hadamard matrix H with random signs s on its rows, the decoder multiplies the outputs by H
     (`config.rotated_outputs`), o and down stay as they are, and the norm has `gain' = gain s`.
@@ -99,7 +127,7 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
         The rotated parameters as float32 numpy arrays, and their configuration.
 
     Raises:
-        QuantError: when the layers are stacked, or a parameter is not a floating array.
+        QuantError: when the layers are stacked, a parameter is not a floating array, or a LayerNorm with a bias has a gain of zero.
     """
     if not isinstance(params["layers"], list):
         raise QuantError("rotate_residual needs params['layers'] to be a list of layers; rotate before stack_layers")
@@ -107,7 +135,9 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
         raise QuantError("the residual stream is rotated already: config.rotated_outputs is True; rotate the original model")
     old = {path: _wide(array, path) for path, array in paths_of_params(params, config).items()}
     signs = None
-    if config.norms == "pre":
+    if config.norm_kind == "layer":
+        q = mean_preserving_rotation(config.width, key=key)
+    elif config.norms == "pre":
         q = random_rotation(config.width, key=key)
     else:
         q, signs = signed_hadamard(config.width, key=key)
@@ -149,7 +179,14 @@ def _rotated(
         return array
     if name in _NORMS:
         return np.full_like(array, 1 - offset)
-    if path == "embed":
+    if name == "norm_bias":
+        gain = old[path.removesuffix("_bias")] + offset
+        if not gain.all():
+            raise QuantError(
+                f"{path.removesuffix('_bias')} has a gain of zero, by which the bias after it cannot be divided"
+            )
+        return array / gain @ q
+    if path in ("embed", "position_embed"):
         return array @ q
     if path == "head":
         return array * (old["norm"] + offset)[None, :] @ q
@@ -170,6 +207,8 @@ def _norm_before(path: str, old: Mapping[str, np.ndarray]) -> str:
     part = "/".join(path.split("/")[:3])  # layers/3/attn
     if path.endswith("/router") and f"{part}/router_norm" in old:
         return f"{part}/router_norm"
+    if part.endswith("/mlp") and f"{part}/norm" not in old:
+        return part.removesuffix("mlp") + "attn/norm"  # of parallel blocks
     return f"{part}/norm"
 
 

@@ -164,7 +164,7 @@ def _zero_biases(tensors: Tensors, table: NameTable, config: DecoderConfig) -> s
     """The names of biases that the architecture does not have and that are zero, as some GPTQ writers add to every module."""
     expected = dict(shapes(config))
     biases = [name for name in tensors.info if name.endswith(".bias") and not is_extra(name, config)]
-    biases = [name for name in biases if not table.is_other(name)]
+    biases = [name for name in biases if not (table.is_other(name) or table.is_derived(name))]
     return {name for name in biases if table.path(name) not in expected and not np.asarray(tensors[name]).any()}
 
 

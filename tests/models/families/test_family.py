@@ -493,7 +493,7 @@ def test_an_unknown_feature_is_refused_by_its_key(model_type: str):
     ("change", "message"),
     [
         ({"model_type": "qwen4"}, "model_type is 'qwen4', which the decoder cannot run; did you mean 'qwen"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported is 'silu' or 'swish'"),
+        ({"hidden_act": "tanh"}, "hidden_act = 'tanh'; supported is 'silu' or 'swish'"),
         ({"sliding_window": 4096}, "sliding_window = 4096, which the decoder does not support"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "rope_parameters has rope_type = 'mrope'; supported is 'default'"),
         (

@@ -50,6 +50,8 @@ HF_PARTS = {
     **{f"{path}_bias": f"{name}.bias" for path, name in _HF_PROJECTIONS.items()},
     "attn/q_norm": "self_attn.q_norm.weight",
     "attn/k_norm": "self_attn.k_norm.weight",
+    "attn/norm_bias": "input_layernorm.bias",
+    "mlp/norm_bias": "post_attention_layernorm.bias",
 }
 """The names of the parts of a layer in Hugging Face files that most families share."""
 
@@ -66,7 +68,8 @@ def hf_table(changed: Mapping[str, str] | None = None, outside: Mapping[str, str
         changed: adds and replaces names of the parts of a layer.
         outside: adds names outside the layers.
     """
-    common = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+    common = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "norm_bias": "model.norm.bias"}
+    common |= {"head": "lm_head.weight", "head_bias": "lm_head.bias"}
     return table(
         "Hugging Face",
         {**common, **(outside or {})},
@@ -135,7 +138,7 @@ class Family:
         gguf: the architecture's name in GGUF files.
         gguf_table: the names of its parameters in GGUF files.
         permutes: whether llama.cpp's converter orders the rows of q and k for the "interleaved" rotary embedding.
-        expert_table: `table` of its models with experts, if it differs.
+        other_table: `table` of a configuration whose names differ; None for the others.
     """
 
     model_type: str
@@ -145,13 +148,11 @@ class Family:
     gguf: str = ""
     gguf_table: NameTable = GGUF
     permutes: bool = False
-    expert_table: NameTable | None = None
+    other_table: Callable[[DecoderConfig], NameTable | None] = lambda _: None
 
     def table_of(self, config: DecoderConfig) -> NameTable:
         """The names of the parameters of a configuration in Hugging Face files."""
-        if config.experts is None or self.expert_table is None:
-            return self.table
-        return self.expert_table
+        return self.other_table(config) or self.table
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -279,7 +280,11 @@ def activation(name: str, key: str) -> str:
     return _ACTIVATIONS[name]
 
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+_ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+    **{name: name for name in ("gelu", "relu", "relu2")},
+}
 
 
 def window_fields(layer_types: Sequence[str], window: int | None) -> dict[str, Any]:
@@ -318,6 +323,10 @@ _NO_ARCHITECTURE = frozenset(
         "hidden_dropout",
         "resid_pdrop",
         "residual_dropout",
+        "embedding_dropout",
+        "dropout",
+        "layerdrop",
+        "init_std",
         "embd_pdrop",
         "output_router_logits",
         "router_aux_loss_coef",

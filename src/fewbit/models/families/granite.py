@@ -165,6 +165,6 @@ FAMILIES = (
         gguf="granitehybrid",
         gguf_table=_GGUF,
         permutes=True,
-        expert_table=_GRANITE_4_MOE,
+        other_table=lambda config: _GRANITE_4_MOE if config.experts is not None else None,
     ),
 )

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral, Ministral, Mixtral."""
+"""Llama 2 and 3, Mistral, Ministral, Mixtral, Arcee."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,6 +15,11 @@ from .family import Common, Family, Number, Windowed, decoder_config, hf_table, 
 class _Llama(Common, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
+
+
+class _Arcee(_Llama, kw_only=True):
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    act: str | None = msgspec.field(name="hidden_act", default="relu2")
 
 
 class _Mistral(Windowed, kw_only=True):
@@ -39,6 +44,13 @@ def _llama(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Llama, names)
     bias = found.attention_bias
     return decoder_config(found, qkv_bias=bias, o_bias=bias, mlp_bias=found.mlp_bias)
+
+
+def _arcee(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """Arcee's AFM, whose feed-forward blocks have no gate."""
+    found = read_config(obj, _Arcee, names)
+    bias = found.attention_bias
+    return decoder_config(found, gated=False, qkv_bias=bias, o_bias=bias, mlp_bias=found.mlp_bias)
 
 
 def _mistral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -93,5 +105,6 @@ FAMILIES = (
     Family("mistral", "Mistral", _mistral, gguf="llama", permutes=True),
     Family("ministral", "Ministral", _ministral),
     Family("ministral3", "Ministral 3", _ministral3),
+    Family("arcee", "Arcee AFM", _arcee),
     Family("mixtral", "Mixtral", _mixtral, hf_table(MIXTRAL_NAMES), gguf="llama", permutes=True),
 )

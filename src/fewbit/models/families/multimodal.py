@@ -91,7 +91,7 @@ def decoder_of(obj: Mapping[str, Any], names: Collection[str]) -> tuple[DecoderC
     family = family_of(inner)
     config = family.config(inner, names)
     if inner is obj:
-        return config, family.table_of(config)
+        return config, _of_base_model(family.table_of(config), names)
     prefix = next((one for one in _PREFIXES if f"{one}embed_tokens.weight" in names), None)
     if prefix is None:
         raise QuantError(
@@ -99,6 +99,15 @@ def decoder_of(obj: Mapping[str, Any], names: Collection[str]) -> tuple[DecoderC
         )
     head = next((one for one in _HEADS if one in names), _HEADS[0])
     return config, _within(family.table_of(config), prefix, head)
+
+
+def _of_base_model(table: NameTable, names: Collection[str]) -> NameTable:
+    """The table without the first part of its names where the tensors lack it, as `AutoModel` of transformers saves them."""
+    first, rest = table.name("embed").split(".", 1)
+    if rest not in names:
+        return table
+    without = {path: name.removeprefix(f"{first}.") for path, name in table.names.items()}
+    return dataclasses.replace(table, names=without, derived=table.derived.replace(rf"{first}\.", ""))
 
 
 def _within(table: NameTable, prefix: str, head: str) -> NameTable:

@@ -9,12 +9,33 @@ from ..._json import converted
 from ..._registry import near_names
 from ...errors import UnsupportedError
 from ..config import DecoderConfig
-from . import bitnet, deepseek, ernie, exaone, gemma, glm, gpt_oss, granite, lfm2, llama, olmo, phi, qwen, seed, smollm
+from . import (
+    bitnet,
+    deepseek,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    gpt,
+    gpt_oss,
+    granite,
+    layer_norm,
+    lfm2,
+    llama,
+    olmo,
+    phi,
+    qwen,
+    seed,
+    smollm,
+)
 from .family import Family
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for module in (llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss, deepseek, glm, seed, exaone, ernie, bitnet, lfm2)
+    for module in (
+        *(llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss, deepseek, glm, seed, exaone, ernie, bitnet, lfm2),
+        *(layer_norm, gpt),
+    )
     for family in module.FAMILIES
 }
 """The families that the decoder can run."""

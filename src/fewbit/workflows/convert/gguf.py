@@ -194,7 +194,7 @@ def _source(model: Model, ternary: str) -> _Source:
         return _from_gguf(model, ternary)
     if "model_type" in model.metadata:
         names = model.names
-        if model.others:  # those of the language model alone
+        if model.config is not None:  # those of the language model alone, with the prefix that a base model lacks
             table = family_of(language_config(model.metadata)).table_of(model.runnable_config())
             names = {path: table.name(path) for path in model.names}
         return _from_hugging_face(model, language_config(model.metadata), names, ternary, is_permuted=True)

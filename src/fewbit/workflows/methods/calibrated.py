@@ -395,14 +395,19 @@ def _stored_layer(model: Model, index: int) -> PyTree:
 
 
 def _stored_tables(model: Model) -> PyTree:
-    """What gives the first layer its input, as stored: the embedding, and that of each layer if there is one."""
+    """What gives the first layer its input, as stored: the embeddings of tokens, of positions and of each layer."""
     config = model.runnable_config()
-    return {path: model.load(path) for path in shapes(config) if "/" not in path and path not in ("norm", "head")}
+    return {path: model.load(path) for path in shapes(config) if "/" not in path and path not in _ENDS}
 
 
 def _stored_ends(model: Model) -> PyTree:
-    """The final norm and the head as stored."""
-    return {name: model.load(name) for name in ("norm", _head_path(model.runnable_config()))}
+    """The final norm and the head as stored, with their biases."""
+    config = model.runnable_config()
+    names = [path for path in shapes(config) if path in _ENDS]
+    return {path: model.load(path) for path in dict.fromkeys((*names, _head_path(config)))}
+
+
+_ENDS = ("norm", "norm_bias", "head", "head_bias")
 
 
 def _head_path(config: DecoderConfig) -> str:

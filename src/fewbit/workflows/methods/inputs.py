@@ -1,7 +1,7 @@
 """What the products of a float decoder read: outliers, tokens of experts."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -17,10 +17,9 @@ from .experts import ExpertTokens, check_unseen
 
 _MEASURE = Measure(AbsMaxRange(), ("absmax", "squares"))
 _SAME_INPUT = {f"/{name}": "/" + ",".join(names) for names in JOINED.values() for name in names[:1]}
-_LEFT_OUT = (
-    *("router", "shared_expert_gate", "embed", "head", "z", "beta", "alpha", "ba"),
-    *(name for names in JOINED.values() for name in names[1:]),
-)
+_LEFT_OUT = ("router", "shared_expert_gate", "embed", "head", "z", "beta", "alpha", "ba")
+_FIRST = {name: names[0] for names in JOINED.values() for name in names[1:]}
+"""The first of the weights with the same input, which is measured in place of the others."""
 
 
 def measured_inputs(
@@ -41,7 +40,7 @@ def measured_inputs(
     """
     found, experts = [], {}
     for layer in float_layers(model, data.windows, progress):
-        for path, one in layer.statistics(_MEASURE, list(filter(_is_measured, layer.paths))).items():
+        for path, one in layer.statistics(_MEASURE, _measured(layer.paths)).items():
             found.append(_facts(path, layer.index, one))
             if np.ndim(one.count) == 1:
                 path = path.rsplit("/", 1)[0]
@@ -73,12 +72,15 @@ def with_expert_tokens(plan: Plan, inputs: MeasuredInputs, unseen: str) -> Plan:
     return dataclasses.replace(plan, rows=tuple(rows), notes=(*plan.notes, *notes))
 
 
-def _is_measured(path: str) -> bool:
-    """Whether a parameter may be the weight of a measured product.
-
-    The product is inside a layer. Of those with the same input, one is measured.
-    """
-    return path.split("/")[-1] not in _LEFT_OUT and "norm" not in path and not path.endswith("bias")
+def _measured(paths: Collection[str]) -> list[str]:
+    """The parameters of a layer that may be the weights of measured products. Of those with the same input, one is measured."""
+    weights = [path for path in paths if "norm" not in path and not path.endswith("bias")]
+    found = []
+    for path in weights:
+        head, name = path.rsplit("/", 1)
+        if name not in _LEFT_OUT and f"{head}/{_FIRST.get(name)}" not in weights:
+            found.append(path)
+    return found
 
 
 def _facts(path: str, layer: int, one: Observation) -> InputFacts:
