@@ -104,6 +104,8 @@ _QWEN_EXPERTS = {
     "shared_expert_intermediate_size": 64,
 }
 
+_WITHOUT_KEY_HEADS = {"hidden_act": "gelu", "num_key_value_heads": None}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -262,6 +264,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "arcee": ("arcee", {"hidden_act": "relu2", "rope_parameters": LLAMA3_ROPE}),
+    "command-r": ("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 5, "sliding_window": 8, "tie_word_embeddings": True}),
+    "starcoder2": ("starcoder2", {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None, "tie_word_embeddings": True}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "nemotron": ("nemotron", {"hidden_act": "relu2", "head_dim": 16}),
+    "phi2": ("phi", {"hidden_act": "gelu_new", "num_key_value_heads": 4}),
+    "gptneox": ("gpt_neox", _WITHOUT_KEY_HEADS),
+    "gptneox-sequential": ("gpt_neox", {**_WITHOUT_KEY_HEADS, "use_parallel_residual": False}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "granite": (
         "granite",

@@ -59,6 +59,16 @@ def test_fields_of_other_families():
     assert found["gpt-oss"]["gpt-oss.attention.sliding_window"] == 8
     assert found["llama-yarn"]["llama.rope.scaling.original_context_length"] == 64
     assert found["phi3-long"]["phi3.rope.scaling.attn_factor"] == math.sqrt(1 + math.log(4) / math.log(256))
+    assert found["command-r"]["command-r.logit_scale"] == 0.25
+    assert found["starcoder2"]["starcoder2.attention.layer_norm_epsilon"] == 1e-5
+    assert (
+        found["gptneox"]["gptneox.use_parallel_residual"]
+        and not found["gptneox-sequential"]["gptneox.use_parallel_residual"]
+    )
+    assert [found[name][f"{name}.rope.dimension_count"] for name in ("gptneox", "stablelm", "phi2")] == [4, 4, 8]
+    older = config_of("gptneox", rotary_pct=0.5, rotary_emb_base=500)
+    older = architecture_fields(architecture_of(older), older)
+    assert (older["gptneox.rope.dimension_count"], older["gptneox.rope.freq_base"]) == (8, 500.0)
     old = {key: value for key, value in config_of("gemma3").items() if key != "rope_parameters"}
     assert architecture_fields(architecture_of(old), old) == found["gemma3"]
 

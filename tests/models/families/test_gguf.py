@@ -331,6 +331,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**CASES["granitemoehybrid-mamba"][1], "mamba_proj_bias": False, "intermediate_size": 40},
     "granitemoehybrid-experts": {"position_embedding_type": "rope"},
     "lfm2": {"conv_bias": False},
+    "starcoder2": {"sliding_window": None},
+    "cohere2": {"layer_types": None, "num_hidden_layers": 4},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
     "dots1": {"sliding_window": None},
@@ -367,12 +369,18 @@ def as_gguf(
         arrays = with_parts_of_blocks(with_llama_cpp_states(arrays, config.mamba))
     if config.short_conv is not None:
         arrays = {path: array[:, 0] if path.endswith("conv1d") else array for path, array in arrays.items()}
+    if config.fused_by_head:
+        arrays = {path: queries_first(array, config) if "/q+k+v" in path else array for path, array in arrays.items()}
     named = {family.gguf_table.name(path): array for path, array in arrays.items()}
     fields = {"general.architecture": family.gguf, **{f"{family.gguf}.{k}": getattr(config, v) for k, v in KEYS.items()}}
+    if config.norm_kind == "layer":
+        fields[f"{family.gguf}.attention.layer_norm_epsilon"] = fields.pop(f"{family.gguf}.attention.layer_norm_rms_epsilon")
     if config.window_rope_theta:
         fields[f"{family.gguf}.rope.freq_base_swa"] = config.window_rope_theta
     fields[f"{family.gguf}.rope.dimension_count"] = config.rotated
-    fields[f"{family.gguf}.logit_scale"] = 1 / config.logit_scale
+    fields[f"{family.gguf}.logit_scale"] = config.logit_scale if config.norm_kind == "layer" else 1 / config.logit_scale
+    if family.gguf == "gptneox":
+        fields["gptneox.use_parallel_residual"] = config.parallel == "two_norms"
     if config.experts is not None:
         of_experts = {"count": "expert_count", "active": "expert_used_count", "hidden": "expert_feed_forward_length"}
         for name, key in {**of_experts, "shared_hidden": "expert_shared_feed_forward_length"}.items():
@@ -455,6 +463,12 @@ def with_parts_of_blocks(arrays: dict[str, Any]) -> dict[str, Any]:
         parts = zip(("gate", "up"), jnp.split(x, 2), strict=True) if path.endswith("/gate+up") else (("gate+up", x),)
         found |= {path.replace("gate+up", name): part for name, part in parts}
     return found
+
+
+def queries_first(array: Any, config: DecoderConfig) -> Any:
+    """The rows of all queries, keys and values in place of those of each head in turn."""
+    by_head = array.reshape(config.heads, 3, config.head_dim, *array.shape[1:])
+    return by_head.swapaxes(0, 1).reshape(array.shape)
 
 
 def factors_of_pairs(config: DecoderConfig, scaling: Proportional) -> np.ndarray:
@@ -594,7 +608,7 @@ def converted(model_type: str, *, split: bool = True) -> tuple[DecoderConfig, di
 @pytest.mark.parametrize("model_type", [*IN_GGUF, *KINDS_OF_LAYERS])
 def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_type: str):
     config, _, found, _ = converted(model_type)
-    same: dict[str, Any] = {"rope": config.rope, "norm_offset": config.norm_offset}
+    same: dict[str, Any] = {"rope": config.rope, "norm_offset": config.norm_offset, "fused_by_head": config.fused_by_head}
     if config.experts is not None:
         assert dataclasses.replace(found.experts, layout=config.experts.layout) == config.experts
         same["experts"] = config.experts

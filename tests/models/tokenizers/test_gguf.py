@@ -261,6 +261,14 @@ KINDS = {
     "exaone4": [("gpt2", "exaone4")],
     "ernie4_5": [("llama", "default")],
     "lfm2": [("gpt2", "lfm2")],
+    "arcee": [("gpt2", "llama-bpe")],
+    "phi": [("gpt2", "phi-2"), ("gpt2", "gpt-2")],
+    "starcoder2": [("gpt2", "starcoder")],
+    "stablelm": [("gpt2", "stablelm2"), ("gpt2", "olmo")],
+    "nemotron": [("llama", "default")],
+    "cohere": [("gpt2", "command-r")],
+    "cohere2": [("gpt2", "command-r")],
+    "gpt_neox": [("gpt2", "olmo")],
 }
 """The `tokenizer.ggml.model` and `tokenizer.ggml.pre` of each family's GGUF files."""
 
@@ -313,7 +321,7 @@ def test_refuses():
         tokenizer_from_gguf({**gguf_fields(), "tokenizer.ggml.model": "bert"})
     with pytest.raises(
         UnsupportedError,
-        match="pre-tokenizer is 'falcon'; supported are chatglm-bpe, dbrx, deepseek-r1-qwen, deepseek-v3, default",
+        match="pre-tokenizer is 'falcon'; supported are chatglm-bpe, command-r, dbrx, deepseek-r1-qwen, deepseek-v3, default",
     ):
         tokenizer_from_gguf(gguf_fields("falcon"))
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'tokenizer\.ggml\.merges'"):

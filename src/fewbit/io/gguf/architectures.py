@@ -22,7 +22,13 @@ COMMON: tuple[FieldRow, ...] = (
     ("attention.head_count_kv", int, ("num_key_value_heads", "num_attention_heads")),
     ("attention.layer_norm_rms_epsilon", float, ("rms_norm_eps", "norm_eps")),
 )
-"""The required fields of every architecture."""
+"""The required fields of every architecture; one with LayerNorms has `LAYER_NORM` in place of the last."""
+
+LAYER_NORM: FieldRow = (
+    "attention.layer_norm_epsilon",
+    float,
+    ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"),
+)
 
 _HEAD = (("attention.key_length", int, ("head_dim",)), ("attention.value_length", int, ("head_dim",)))
 _EXPERTS = (
@@ -59,6 +65,8 @@ class Architecture:
         has_kinds_of_layers: whether its layers have heads and blocks of several sizes, which `layers/gemma4.py` describes.
         has_state_spaces: whether layers may be state spaces, which `layers/state_space.py` describes; without them it has another name.
         has_short_convolutions: whether layers may be short convolutions, which `layers/short_conv.py` describes.
+        has_layer_norms: whether norms are LayerNorms.
+        is_fused_by_head: whether the fused projection has the rows of each head in turn; GGUF has all queries first.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -82,6 +90,8 @@ class Architecture:
     has_kinds_of_layers: bool = False
     has_state_spaces: bool = False
     has_short_convolutions: bool = False
+    has_layer_norms: bool = False
+    is_fused_by_head: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     large_layers: int | None = None
@@ -179,6 +189,15 @@ _LLAMA = Architecture(
     assumed=_SILU,
 )
 
+_GELU_TANH = {"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")}
+_COHERE = Architecture(
+    "command-r",
+    (("logit_scale", float, ("logit_scale",)),),
+    has_layer_norms=True,
+    defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 5e5, **_TIED},
+    assumed={**_SILU, "tie_word_embeddings": (True,), "attention_bias": (False,), "use_qk_norm": (False, None)},
+)
+
 _GRANITE = Architecture(
     "granite",
     (
@@ -204,6 +223,59 @@ ARCHITECTURES = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
+    ),
+    "arcee": dataclasses.replace(
+        _LLAMA,
+        name="arcee",
+        fields=_HEAD,
+        has_tensor_scales=False,
+        defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        assumed={"hidden_act": ("relu2",), "attention_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "cohere": _COHERE,
+    "cohere2": dataclasses.replace(
+        _COHERE,
+        name="cohere2",
+        fields=(*_COHERE.fields, _WINDOW),
+        window_pattern=4,
+        defaults={**_COHERE.defaults, "rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        has_layer_norms=True,
+        defaults={"num_key_value_heads": 2, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", **_TIED},
+        assumed={**_GELU_TANH, "use_bias": (True,)},
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        has_layer_norms=True,
+        rotates_part=True,
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        assumed={**_SILU, **_UNTIED, "qk_layernorm": (False,)},
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        norm_offset=1.0,
+        has_layer_norms=True,
+        rotates_part=True,
+        defaults={"norm_eps": 1e-5, "partial_rotary_factor": 0.5, "hidden_act": "relu2"},
+        assumed={**_UNTIED, "hidden_act": ("relu2",)},
+    ),
+    "phi": Architecture(
+        "phi2",
+        has_layer_norms=True,
+        rotates_part=True,
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
+        assumed={**_GELU_TANH, **_UNTIED, "qk_layernorm": (False,)},
+    ),
+    "gpt_neox": Architecture(
+        "gptneox",
+        has_layer_norms=True,
+        is_fused_by_head=True,
+        rotates_part=True,
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "hidden_act": "gelu"},
+        # llama.cpp's GELU is the approximation by tanh.
+        assumed={**_UNTIED, "hidden_act": ("gelu", *_GELU_TANH["hidden_act"]), "attention_bias": (True,)},
     ),
     "qwen2": Architecture("qwen2", assumed={**_SILU, **_NO_WINDOW}),
     "qwen3": Architecture(

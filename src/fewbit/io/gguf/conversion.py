@@ -30,7 +30,7 @@ _EXPERTS = re.compile(
 )
 _DOWN = ("down_proj", "output_linear")
 _PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(?:bias|masked_bias)")
 _HEAD = "lm_head.weight"
 _SHORT_CONV = ".shortconv.conv.weight"
 _LATENT = ".self_attn.kv_b_proj.weight"
@@ -193,6 +193,9 @@ class Conversion:
             outputs = tensor.shape[0]
             rows = tensor.data.reshape(heads, 2, outputs // heads // 2, -1)  # bytes of an output last, also of a bias
             tensor = tensor.with_rows(rows.swapaxes(1, 2).reshape(tensor.data.shape))
+        if self.architecture.is_fused_by_head and ".attn_qkv." in name:
+            by_head = tensor.data.reshape(int(self._settings["num_attention_heads"]), 3, -1, *tensor.data.shape[1:])
+            tensor = tensor.with_rows(by_head.swapaxes(0, 1).reshape(tensor.data.shape))
         if not _is_float32(name, tensor):
             return tensor
         if tensor.type_name not in ("F32", "F16", "BF16"):

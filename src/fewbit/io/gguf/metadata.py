@@ -11,7 +11,7 @@ import numpy as np
 from ..._json import Count, Positive, converted
 from ..._registry import near_names
 from ...errors import QuantError, UnsupportedError
-from .architectures import ARCHITECTURES, COMMON, Architecture, FieldRow
+from .architectures import ARCHITECTURES, COMMON, LAYER_NORM, Architecture, FieldRow
 from .fields import Field
 from .layers import short_conv, state_space
 from .layers.gemma4 import layer_fields, rope_factors, rotary_dim
@@ -62,7 +62,7 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
     """
     said = architecture.settings(config)
     fields: dict[str, Field] = {"general.architecture": architecture.name}
-    for row in COMMON:
+    for row in (*COMMON[:-1], LAYER_NORM if architecture.has_layer_norms else COMMON[-1]):
         fields[f"{architecture.name}.{row[0]}"] = _field(row, said)
     for row in architecture.fields:
         if any(said.get(name) is not None for name in row[2]):
@@ -74,6 +74,8 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
         fields[f"{architecture.name}.expert_gating_func"] = 2
     if architecture.stores_normalization:
         fields[f"{architecture.name}.expert_weights_norm"] = bool(said["norm_topk_prob"])
+    if architecture.name == "gptneox":
+        fields["gptneox.use_parallel_residual"] = bool(said.get("use_parallel_residual", True))
     if architecture.stores_windows and said.get("sliding_window"):
         fields[f"{architecture.name}.attention.sliding_window_pattern"] = _has_window(architecture, said)
     if architecture.has_linear_attention:
@@ -299,7 +301,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     given = given.get("full_attention", given)
     converted(given, _Rope, "the rope parameters of config.json")
-    theta = config.get("rope_theta") or 10000.0
+    theta = config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
     original = {}
     if config.get("original_max_position_embeddings") is not None:
         original["original_max_position_embeddings"] = config["original_max_position_embeddings"]
@@ -383,7 +385,9 @@ def _rotary_dim(architecture: Architecture, rope: Mapping[str, Any], config: Map
         return config["rotary_dim"]
     if architecture.has_kinds_of_layers:
         return rotary_dim(config)
-    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
+    older = (config.get(name) for name in ("rotary_pct", "rope_pct", "rope_percent"))
+    shares = (rope.get("partial_rotary_factor"), *older, config.get("partial_rotary_factor"))  # the last may be the default
+    share = float(next((one for one in shares if one), 1.0))
     if share != 1 and not architecture.rotates_part:
         raise UnsupportedError(
             f"config.json has partial_rotary_factor {share}, which transformers ignores in models of {architecture.name}; "

@@ -96,6 +96,10 @@ GGUF_PARTS = {
     "mlp/norm": "ffn_norm.weight",
     **{path: f"{name}.weight" for path, name in _GGUF_PROJECTIONS.items()},
     **{f"{path}_bias": f"{name}.bias" for path, name in _GGUF_PROJECTIONS.items()},
+    "attn/norm_bias": "attn_norm.bias",
+    "mlp/norm_bias": "ffn_norm.bias",
+    "attn/q+k+v": "attn_qkv.weight",
+    "attn/q+k+v_bias": "attn_qkv.bias",
     "attn/q_norm": "attn_q_norm.weight",
     "attn/k_norm": "attn_k_norm.weight",
     "attn/post_norm": "post_attention_norm.weight",
@@ -113,7 +117,8 @@ def gguf_table(changed: Mapping[str, str] | None = None, outside: Mapping[str, s
         changed: adds and replaces names of the parts of a layer.
         outside: adds names outside the layers.
     """
-    common = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+    common = {"embed": "token_embd.weight", "norm": "output_norm.weight", "norm_bias": "output_norm.bias"}
+    common |= {"head": "output.weight", "head_bias": "output.bias"}
     derived = r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight"
     return table("GGUF", {**common, **(outside or {})}, "blk.{}.", _with_changes(GGUF_PARTS, changed), derived=derived)
 

@@ -71,9 +71,11 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
         "head_dim": head_dim,
         "hidden": hidden,
         "rope": "half",
-        "qkv_bias": "blk.0.attn_q.bias" in names,
+        "qkv_bias": "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
-        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+        "mlp_bias": "blk.0.ffn_up.bias" in names,
+        "norm_bias": "output_norm.bias" in names,
+        "head_bias": "output.bias" in names,
         "rope_scaling": _scaling(architecture, found, names),
         "rotary_dim": 0 if rotary_dim == head_dim else rotary_dim,
         "experts": _experts(architecture, found, names),
@@ -235,8 +237,13 @@ def _exaone4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     if found.layers != _EXAONE_WITH_WINDOWS:
         return fields
     windows = _windows(msgspec.structs.replace(found, window=found.window or 4096), 4)
+    return {**fields, **windows, "nope_layers": _without_window(found, windows)}
+
+
+def _without_window(found: GGUFMetadata, windows: dict[str, Any]) -> tuple[int, ...]:
+    """The layers without a window, by the fields of those with one."""
     has_window = windows.get("window_layers", ()) or (range(found.layers) if windows else ())
-    return {**fields, **windows, "nope_layers": tuple(i for i in range(found.layers) if i not in has_window)}
+    return tuple(i for i in range(found.layers) if i not in has_window)
 
 
 def _glm4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
@@ -261,9 +268,37 @@ def _granite(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
         "attention_scale": found.attention_scale,
         "embed_scale": found.embed_scale,
         "residual_scale": found.residual_scale,
-        "logit_scale": 1 / found.logit_divisor,
+        "logit_scale": 1 / found.logit_scale,
         "nope_layers": () if found.rotates else tuple(range(found.layers)),
     }
+
+
+def _cohere(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    refuse_unless("blk.0.attn_q_norm.weight" in names, (False,), "norms of queries and keys", WHERE)
+    return {"rope": "interleaved", "norm_kind": "layer", "parallel": "one_norm", "logit_scale": found.logit_scale}
+
+
+def _cohere2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    """Cohere 2, whose layers without a window have no rotary embedding."""
+    windows = _windows(found, 4)
+    return {**_cohere(found, names), **windows, "nope_layers": _without_window(found, windows)}
+
+
+def _layer_norms(
+    found: GGUFMetadata, names: Tensors, *, activation: str = "silu", gated: bool = False, **others: Any
+) -> dict[str, Any]:
+    """StarCoder2, StableLM, Nemotron, Phi-2 and GPT-NeoX. Attention and the feed-forward block share a norm where there is one."""
+    parallel = "none" if "blk.0.ffn_norm.weight" in names else "one_norm"
+    return {"norm_kind": "layer", "parallel": parallel, "activation": activation, "gated": gated, **others}
+
+
+def _gptneox(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    parallel = "two_norms" if found.is_parallel else "none"
+    return _layer_norms(found, names, activation="gelu", fused=True) | {"parallel": parallel}
+
+
+def _arcee(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    return {"rope": "interleaved", "gated": False, "activation": "relu2"}
 
 
 def _granite_moe(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
@@ -535,6 +570,14 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "granitemoe": _granite_moe,
     "granitehybrid": _granite_hybrid,
     "lfm2": _lfm2,
+    "arcee": _arcee,
+    "command-r": _cohere,
+    "cohere2": _cohere2,
+    "starcoder2": functools.partial(_layer_norms, activation="gelu_tanh"),
+    "stablelm": functools.partial(_layer_norms, gated=True),
+    "nemotron": functools.partial(_layer_norms, activation="relu2"),
+    "phi2": functools.partial(_layer_norms, activation="gelu_tanh"),
+    "gptneox": _gptneox,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
 }

@@ -75,7 +75,8 @@ class GGUFMetadata(msgspec.Struct):
     attention_scale: float = 0.0
     embed_scale: Number = 1.0
     residual_scale: Number = 1.0
-    logit_divisor: Number = 1.0
+    logit_scale: Number = 1.0
+    is_parallel: bool = True
 
     @property
     def rows(self) -> int:
@@ -143,15 +144,20 @@ KEYS = {
     "attention_scale": "attention.scale",
     "embed_scale": "embedding_scale",
     "residual_scale": "residual_scale",
-    "logit_divisor": "logit_scale",
+    "logit_scale": "logit_scale",
+    "is_parallel": "use_parallel_residual",
 }
 """The key of each field of `GGUFMetadata`, after the architecture."""
+_LAYER_NORM = "attention.layer_norm_epsilon"
+"""That of `norm_eps` of LayerNorms."""
 
 
 @functools.cache
-def _schema(architecture: str) -> Any:
+def _schema(architecture: str, has_layer_norms: bool) -> Any:
     """`GGUFMetadata` as the schema of an architecture's keys."""
     names = {field: f"{architecture}.{key}" for field, key in KEYS.items()} | {"tokens": "tokenizer.ggml.tokens"}
+    if has_layer_norms:
+        names["norm_eps"] = f"{architecture}.{_LAYER_NORM}"
     fields: list[Any] = []
     for field in msgspec.structs.fields(GGUFMetadata):
         option: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}
@@ -169,4 +175,5 @@ def read_metadata(fields: Mapping[str, Any], architecture: str) -> GGUFMetadata:
     Raises:
         QuantError: for a missing key, or a value of another type.
     """
-    return GGUFMetadata(**msgspec.structs.asdict(converted(fields, _schema(architecture), WHERE)))
+    schema = _schema(architecture, f"{architecture}.{_LAYER_NORM}" in fields)
+    return GGUFMetadata(**msgspec.structs.asdict(converted(fields, schema, WHERE)))

@@ -177,7 +177,7 @@ _TWO_NORMS = _falcon_table({"attn/norm": "ln_attn", "mlp/norm": "ln_mlp"})
 
 FAMILIES = (
     Family("opt", "OPT", _opt, _OPT),
-    Family("gpt_neox", "GPT-NeoX, Pythia", _gpt_neox, _NEOX),
+    Family("gpt_neox", "GPT-NeoX, Pythia", _gpt_neox, _NEOX, gguf="gptneox"),
     Family(
         "falcon",
         "Falcon",

@@ -124,9 +124,9 @@ _STARCODER2 = {
 }
 
 FAMILIES = (
-    Family("starcoder2", "StarCoder2", _starcoder2, hf_table(_STARCODER2)),
-    Family("stablelm", "StableLM", _stablelm),
-    Family("nemotron", "Nemotron, Minitron", _nemotron),
-    Family("cohere", "Command R", _cohere),
-    Family("cohere2", "Command R7B, A", _cohere2),
+    Family("starcoder2", "StarCoder2", _starcoder2, hf_table(_STARCODER2), gguf="starcoder2"),
+    Family("stablelm", "StableLM", _stablelm, gguf="stablelm"),
+    Family("nemotron", "Nemotron, Minitron", _nemotron, gguf="nemotron"),
+    Family("cohere", "Command R", _cohere, gguf="command-r"),
+    Family("cohere2", "Command R7B, A", _cohere2, gguf="cohere2"),
 )

@@ -105,6 +105,6 @@ FAMILIES = (
     Family("mistral", "Mistral", _mistral, gguf="llama", permutes=True),
     Family("ministral", "Ministral", _ministral),
     Family("ministral3", "Ministral 3", _ministral3),
-    Family("arcee", "Arcee AFM", _arcee),
+    Family("arcee", "Arcee AFM", _arcee, gguf="arcee", permutes=True),
     Family("mixtral", "Mixtral", _mixtral, hf_table(MIXTRAL_NAMES), gguf="llama", permutes=True),
 )

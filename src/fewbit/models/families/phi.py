@@ -69,6 +69,6 @@ _NAMES = {"attn/q+k+v": "self_attn.qkv_proj.weight", "mlp/gate+up": "mlp.gate_up
 _GGUF_NAMES = {"attn/q+k+v": "attn_qkv.weight", "mlp/gate+up": "ffn_up.weight"}
 
 FAMILIES = (
-    Family("phi", "Phi-1, 1.5, 2", _phi, _PHI),
+    Family("phi", "Phi-1, 1.5, 2", _phi, _PHI, gguf="phi2"),
     Family("phi3", "Phi-3", _phi3, hf_table(_NAMES), gguf="phi3", gguf_table=gguf_table(_GGUF_NAMES)),
 )

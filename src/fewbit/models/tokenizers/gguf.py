@@ -25,6 +25,8 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _SAME_RULE = {
     "refact": "smollm",
+    "starcoder": "smollm",
+    "command-r": "smollm",
     "llama-bpe": "dbrx",
     "llama-v3": "dbrx",
     "llama3": "dbrx",
@@ -33,9 +35,11 @@ _SAME_RULE = {
     "glm4": "dbrx",
     "chatglm-bpe": "dbrx",
     "deepseek-r1-qwen": "qwen2",
+    "stablelm2": "qwen2",
     "minimax-m2": "gpt-4o",
     "exaone4": "gpt-2",
     "olmo": "gpt-2",
+    "phi-2": "gpt-2",
 }
 """Names of rules that split text as another one does."""
 

@@ -31,7 +31,7 @@ from ...recipe.role import Role
 from ..model import Model, Value, check_others_can_run
 from .hugging_face import llama_json
 
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = "token_embd.weight"
 
 
 def write_gguf(
@@ -254,9 +254,9 @@ def _from_hugging_face(
     by_name = {names.get(path, path): info for path, info in model.info.items() if path not in others}
     conversion = Conversion(architecture, config, package, is_permuted and architecture.is_permuted, ternary)
     conversion.check_names(by_name)
-    if _EMBEDDING not in by_name:
-        raise QuantError(f"{model.path} has no tensor {_EMBEDDING!r}; a GGUF file of a language model needs it")
-    vocab = by_name[_EMBEDDING].shape[0]
+    vocab = next((info.shape[0] for name, info in by_name.items() if conversion.targets(name) == (_EMBEDDING,)), None)
+    if vocab is None:
+        raise QuantError(f"{model.path} has no embedding of tokens; a GGUF file of a language model needs it")
     fields = architecture_fields(architecture, {**config, "vocab_size": vocab})
     fields |= {"general.type": "model", "general.name": model.name}
     fields |= tokenizer_fields(model.files, config, vocab)
