@@ -128,6 +128,7 @@ def test_astype_changes_what_it_stands_for_only():
     half = q.astype(jnp.bfloat16)
     assert half.dtype == jnp.bfloat16 and half.codes is q.codes and q.dtype == jnp.float32
     np.testing.assert_array_equal(_dequantize(half), _dequantize(q).astype(jnp.bfloat16))
+    assert q.astype(np.float64).dtype == jnp.zeros(1, jax.dtypes.canonicalize_dtype(np.float64)).dtype
     for dtype in (jnp.int8, jnp.complex64, bool):
         with pytest.raises(QuantError, match=r"a QArray has a floating dtype; astype\(.*\) needs fb.dequantize first"):
             q.astype(dtype)

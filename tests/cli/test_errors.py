@@ -83,6 +83,12 @@ def test_an_output_that_exists(flat, tmp_path):
     assert (tmp_path / "out" / "mine").read_text() == "mine"
 
 
+def test_a_directory_is_not_named_as_a_file(flat, tmp_path):
+    message = fail("quantize", flat, "-o", tmp_path / "m.gguf", "-r", "nf4")
+    assert "is the name of a .gguf file, and --to fewbit writes a directory; add --to gguf, or name a directory" in message
+    assert not (tmp_path / "m.gguf").exists()
+
+
 def test_an_output_below_a_file(flat, tmp_path):
     message = fail("quantize", flat, "-o", flat / "out", "-r", "int8")
     assert f"{flat} is not a directory" in message

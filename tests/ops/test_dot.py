@@ -141,6 +141,7 @@ def test_numpy_operands_leave_the_product_to_us():
     assert jnp.array_equal(x @ q, jnp.asarray(x) @ fb.dequantize(q))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_messages():
     q = fb.quantize(normal(8, 32), "int8")
     numbers = (((1,), (1,)), ((), ()))
@@ -154,6 +155,17 @@ def test_messages():
     one, other = (dataclasses.replace(q, policy=fb.Policy("int8", activation=a)) for a in ("int8", "fp8"))
     with pytest.raises(fb.QuantError, match="carry different policies"):
         fb.dot_general(one, other, numbers)
+    with pytest.raises(
+        fb.QuantError, match=r"the policy is int4.*, but the weight is a QArray of int8, which is used as it is"
+    ):
+        fb.dot_general(normal(4, 32), q, numbers, policy=fb.Policy("int4", "int8"))
+    for key, message in (
+        (0, "key is 0; pass one JAX random key"),
+        (jax.random.split(jax.random.key(0)), r"key has shape \(2,\) and dtype key<fry>; pass one JAX random key"),
+        (jnp.zeros(2), r"key has shape \(2,\) and dtype float32"),
+    ):
+        with pytest.raises(fb.QuantError, match=message):
+            fb.dot_general(normal(4, 32), q, numbers, key=key)
     with pytest.raises(fb.QuantError, match=r"inner lengths differ"):
         normal(4, 31) @ q.T
     with pytest.raises(fb.QuantError, match=r"Use fb.einsum"):

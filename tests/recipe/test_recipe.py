@@ -68,6 +68,11 @@ def test_files(tmp_path):
         (lambda: fb.Rule(3, "int8"), "a rule's path is 3; must be a regular expression"),
         (lambda: fb.Rule("(", "nf4"), r"'\(' is not a regular expression"),
         (lambda: fb.Rule(".*", "nf4", ops=("dot",)), r"unknown op 'dot'"),
+        (lambda: fb.Rule("w", "nf4", optional="false"), "rule 'w': optional is 'false', must be True or False"),
+        (lambda: fb.Rule("w", "nf4", axis="-1"), "axis is '-1', must be an integer or integers"),
+        (lambda: fb.Rule("w", "nf4", axis=(0, 1.5)), r"axis is \(0, 1\.5\), must be an integer or integers"),
+        (lambda: fb.Policy("int8", clips_gradient="no"), "clips_gradient is 'no', must be True or False"),
+        (lambda: fb.Arm("int8", operand="int8", hadamard=16.0), "hadamard is 16.0; it must be a power of two"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

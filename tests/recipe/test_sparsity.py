@@ -100,9 +100,12 @@ def test_a_nan_stays_visible():
     assert jnp.isnan(Sparsity(1, 4, axis=0).pruned(w)[1])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_is_refused():
     for make, message in (
         (lambda: Sparsity(0, 4), "n:m is 0:4"),
+        (lambda: Sparsity(2.0, 4), "n is 2.0, must be an integer"),
+        (lambda: Sparsity(2, "4"), "m is '4', must be an integer"),
         (lambda: Sparsity(2, 4, update_step=0), "start_step is 0 and update_step 0; must be at least 0 and at least 1"),
         (lambda: Sparsity(2, 4).pruned(jnp.ones((4, 4))), "2:4 sparse has no axis, .*; pass axis="),
         (lambda: Sparsity.from_json({"n": 2}), "sparsity lacks the field 'm'"),

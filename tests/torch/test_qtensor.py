@@ -331,3 +331,5 @@ def test_an_index_array_along_the_first_axis_copies() -> None:
                 part = q[index]
                 assert torch.equal(part.dequantize(), q.dequantize()[index])
                 assert torch.equal(part[1:].dequantize(), q.dequantize()[index[1:]])
+                for same in (index.tolist(), index.numpy(), range(2)):
+                    assert torch.equal(q[same].dequantize(), q.dequantize()[same])

@@ -200,8 +200,8 @@ class QArray:
         return _from_reshaped_leaves(self, tuple(wanted), scheme)
 
     def astype(self, dtype: DTypeLike) -> "QArray":
-        """The same codes and scales with another floating dtype."""
-        dtype = jnp.dtype(dtype)
+        """The same codes and scales with another floating dtype; float64 is float32 where JAX has no 64-bit numbers."""
+        dtype = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
         if not jnp.issubdtype(dtype, jnp.floating):
             raise QuantError(f"a QArray has a floating dtype; astype({dtype.name}) needs fb.dequantize first")
         result = dataclasses.replace(self, dtype=dtype)

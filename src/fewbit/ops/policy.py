@@ -109,7 +109,8 @@ class Arm:
         asks = isinstance(self.operand, Scheme) or rounding == "stochastic" or hadamard or accumulator is not None
         if self.gradient is None and asks:
             raise QuantError("an arm without a gradient scheme quantizes nothing; pass gradient=")
-        if hadamard is not None and (not isinstance(self.operand, Scheme) or hadamard < 2 or hadamard & (hadamard - 1)):
+        is_power = isinstance(hadamard, int) and hadamard >= 2 and not hadamard & (hadamard - 1)
+        if hadamard is not None and not (is_power and isinstance(self.operand, Scheme)):
             raise QuantError(f"hadamard is {hadamard}; it must be a power of two, with a scheme for the operand")
         if noise != "element" and rounding != "stochastic":
             raise QuantError(
@@ -186,6 +187,8 @@ class Policy:
         object.__setattr__(self, "activation", _optional_scheme(activation))
         object.__setattr__(self, "dlhs", Arm.from_json(dlhs))
         object.__setattr__(self, "drhs", Arm.from_json(drhs))
+        if not isinstance(clips_gradient, bool):
+            raise QuantError(f"clips_gradient is {clips_gradient!r}, must be True or False")
         object.__setattr__(self, "clips_gradient", clips_gradient)
         if delayed is not None:
             delayed = DelayedScaling.from_json(delayed)

@@ -75,7 +75,8 @@ def resolved(
 
     Raises:
         QuantError: when operands carry policies that differ in more than the weight's scheme and none is given, or `policy` is
-            not a Policy; for a QArray whose leaves do not fit its scheme.
+            not a Policy, or of another format than the weight, a QArray; for a QArray whose leaves do not fit its scheme, and for a
+            key that is no single key.
         UnsupportedError: for a policy with delayed scaling whose weight carries no scales of earlier steps.
     """
     refuse_unless_policy(policy)
@@ -83,6 +84,12 @@ def resolved(
     weight, other = (lhs, rhs) if weight_is_left else (rhs, lhs)
     if policy is None:
         policy = _carried_policy(weight, other)
+    elif isinstance(weight, QArray) and weight.scheme.format != policy.weight.format:
+        raise QuantError(
+            f"the policy is {policy}, but the weight is a QArray of {weight.scheme.name}, which is used as it is; pass a policy with "
+            "that scheme, or fb.dequantize the weight"
+        )
+    refuse_unless_key(key)
     if key is None:
         key = next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
     left, right = operand(plain(lhs), "lhs"), operand(plain(rhs), "rhs")
@@ -106,6 +113,17 @@ def refuse_unless_policy(policy: object) -> None:
     """Raises a QuantError for an argument `policy` that is neither a Policy nor None."""
     if policy is not None and not isinstance(policy, Policy):
         raise QuantError(f"policy is {policy!r}; pass a Policy, such as fb.Policy('int8', activation='int8')")
+
+
+def refuse_unless_key(key: object) -> None:
+    """Raises a QuantError for an argument `key` that is neither one JAX random key nor None."""
+    if key is None:
+        return
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (is_typed and shape == ()) and not (dtype == jnp.uint32 and shape is not None and len(shape) == 1):
+        shown = f"has shape {shape} and dtype {dtype}" if shape is not None else f"is {key!r}"
+        raise QuantError(f"key {shown}; pass one JAX random key, such as jax.random.key(0)")
 
 
 def operand(x: ArrayLike | QArray, what: str) -> jax.Array | QArray:

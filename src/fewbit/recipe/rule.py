@@ -80,6 +80,8 @@ class Rule:
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "ops", tuple(ops))
         object.__setattr__(self, "axis", as_axes(axis))
+        if not isinstance(optional, bool):
+            raise QuantError(f"rule {path!r}: optional is {optional!r}, must be True or False")
         object.__setattr__(self, "optional", optional)
         if sparsity is not None and not isinstance(sparsity, Sparsity):
             sparsity = Sparsity.from_json(sparsity)

@@ -72,6 +72,9 @@ class Sparsity:
         update_step: int = 1,
         gradient: Literal["identity", "masked"] = "identity",
     ):
+        counts = {"n": n, "m": m, "start_step": start_step, "update_step": update_step}
+        if wrong := [name for name, count in counts.items() if not _is_integer(count)]:
+            raise QuantError(f"{wrong[0]} is {counts[wrong[0]]!r}, must be an integer")
         check_counts(n, m)
         if start_step < 0 or update_step < 1:
             raise QuantError(f"start_step is {start_step} and update_step {update_step}; must be at least 0 and at least 1")
@@ -190,12 +193,21 @@ class Sparsity:
 
 
 def as_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """One axis or several as a tuple; None stays None."""
-    if isinstance(axis, int):
-        return (axis,)
-    if axis is not None:
-        return tuple(axis)
-    return None
+    """One axis or several as a tuple; None stays None.
+
+    Raises:
+        QuantError: for what is no axis.
+    """
+    if axis is None:
+        return None
+    axes = (axis,) if isinstance(axis, int) else axis
+    if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(_is_integer(one) for one in axes):
+        raise QuantError(f"axis is {axis!r}, must be an integer or integers")
+    return tuple(axes)
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 AXES = int | list[int] | None

@@ -17,6 +17,7 @@ _aten = torch.ops.aten
 def _elements(q: QTensor, index: object) -> QTensor:
     """`q[index]`: integers, slices, `...` and None give views of the same bytes; an array of integers, along axis 0, copies."""
     steps: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    steps = [_as_tensor(step, q) for step in steps]
     if torch.compiler.is_compiling():
         return _by_operators(q, steps)
     steps = [int(step) if _is_integer(step, 0) else step for step in steps]
@@ -80,6 +81,15 @@ def _at_index_array(q: QTensor, indices: Sequence[Any]) -> QTensor:
     scheme = form.scheme.with_tiles((None if count == 1 else first, *tiles), form.scheme.pack_axis)
     shape, of_scale = (len(index), *q.shape[1:]), scale_form(parts["scale"])
     return QTensor._unchecked(parts, Form.of(scheme, shape, form.dtype, form.parts, of_scale, form.policy))
+
+
+def _as_tensor(step: Any, q: QTensor) -> Any:
+    """A list, range or NumPy array of integers as a tensor, as PyTorch takes it; anything else as it is."""
+    if isinstance(step, np.ndarray) and step.ndim and step.dtype.kind in "iu":
+        return torch.as_tensor(step.astype(np.int64), device=q.device)
+    if isinstance(step, list | range) and all(isinstance(one, int) and not isinstance(one, bool) for one in step):
+        return torch.as_tensor(list(step), dtype=torch.int64, device=q.device)
+    return step
 
 
 def _is_integer(step: object, ndim: int) -> bool:

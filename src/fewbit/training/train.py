@@ -16,6 +16,7 @@ from ..ops.interpret.transparent import Decoded, evaluate, evaluator
 from ..ops.policy import SchemeSpec
 from ..ops.qat.delayed_scales import StepScales
 from ..ops.qat.latent import Label, Latent
+from ..ops.resolve_policy import refuse_unless_key
 from ..recipe.recipe import RecipeLike
 from ..recipe.recipe import recipe as as_recipe
 from ..recipe.resolution import Resolution
@@ -92,6 +93,7 @@ def train(
     ) -> R:
         passed = {"key": key, "delayed": delayed, "sparsity": sparsity}
         refuse_shared_keywords(signature, (params, *args), passed, "fb.train")
+        refuse_unless_key(key)
         traced = Traced.of(fn, (params, *args), kwargs)
         found = Resolution.of_traced(resolved, traced, params)
         scales, product_scales = step_scales(delayed, found)

@@ -162,6 +162,25 @@ def test_single_elements_that_are_looked_up_leave_no_axis_for_tiles():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "ternary", "nvfp4"])
+def test_a_table_of_one_row_has_that_row_for_every_index(scheme):
+    ids = jnp.zeros((2, 3), jnp.int32)
+
+    def looked_up(e):
+        return e[ids], jnp.take(e, ids, axis=0), jax.vmap(lambda i: e[i])(ids[0]), e.at[ids].get(mode="clip")
+
+    q = fb.quantize(TABLE[:1], scheme)
+    got, want = fb.transparent(looked_up)(q), looked_up(fb.dequantize(q))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "nf4", "ternary", "mxfp4"])
+def test_a_packed_axis_of_one_element_is_kept(scheme):
+    q, ids = fb.quantize(STACK[:, :1], scheme, axis=1), jnp.array([1, 2])
+    got = fb.transparent(lambda e: e[ids])(q)
+    np.testing.assert_array_equal(got, fb.dequantize(q)[ids])
+
+
 def test_a_comparison_with_numbers_that_are_no_iota_is_no_one_hot():
     mask = planned(lambda e, ids: (ids[:, None] * jnp.ones((1, 24), jnp.int32) == 5).astype(jnp.float32) @ e, TABLE)
     assert (mask.ops, mask.axis) == (("dot_general",), (-2,))

@@ -22,7 +22,10 @@ def _gather(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> 
     """Looked-up rows of the base plus their update; dropout is for products only."""
     w, indices = _weight(values), values[1]
     (base,) = evaluator.equation(eqn, [w.base, indices])
-    a, b = (gathered(eqn, factor, indices, (1,) * len(w.shape)) for factor in (w.a, w.b))
+    a, b = (
+        gathered(eqn, factor, indices, [None if size == 1 else 1 for size in factor.shape[: len(w.shape)]])
+        for factor in (w.a, w.b)
+    )
     return [filled(eqn, updated(base, a, b, w.scale), indices)]
 
 

@@ -151,11 +151,19 @@ def default_candidates(to: str, bits: float) -> tuple[str, ...]:
     return names
 
 
+_FILES = {".gguf": "; add --to gguf, or name a directory", ".safetensors": "; name one", ".npz": "; name one"}
+"""Suffixes of files, and how to get what was meant."""
+
+
 def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:
     """Refuses an output path that may not be written, before any work."""
     if to == "gguf":
         check_gguf_output(path, overwrite=overwrite, sources=[model.path])
     else:
+        if path.suffix in _FILES and not path.is_dir():
+            raise QuantError(
+                f"{path} is the name of a {path.suffix} file, and --to {to} writes a directory{_FILES[path.suffix]}"
+            )
         kind = ORBAX if to == "orbax" else DIRECTORY
         check_output(path, overwrite=overwrite, sources=[model.path], kind=kind)
 

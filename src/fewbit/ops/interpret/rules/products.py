@@ -132,7 +132,7 @@ def _rows(eqn: jex_core.JaxprEqn, lookup: Lookup, q: QArray, indices: jax.Array)
         tiles[lookup.places[axis]] = q.tiles[axis]
     # An axis whose codes are one per byte may be removed; any other serves as the packed axis then.
     packed, pack_axis = q.scheme.pack_axis + q.ndim, -1
-    if packed in lookup.whole:
+    if packed in lookup.places:
         pack_axis = lookup.places[packed] - len(tiles)
     return dataclasses.replace(rows, scheme=q.scheme.with_tiles(tuple(tiles), pack_axis))
 
@@ -153,13 +153,16 @@ def gathered(eqn: jex_core.JaxprEqn, leaf: jax.Array, indices: jax.Array, tiles:
         if tiles[axis] not in (None, 1):
             raise NoRuleError(f"tiles run along axis {axis}, of which each element has its own indices")
     indexed = [axis for axis in range(len(shape)) if sizes[axis] != shape[axis] or axis in numbers.collapsed_slice_dims]
-    for axis in (*indexed, *numbers.operand_batching_dims):
+    taken = (*indexed, *numbers.operand_batching_dims)
+    for axis in taken:
         if sizes[axis] != 1:
             raise NoRuleError(
                 f"the gather takes {sizes[axis]} of {shape[axis]} elements of axis {axis}; one or all can be taken"
             )
         own[axis] = 1
-    if all(leaf.shape[axis] == 1 for axis in (*indexed, *numbers.operand_batching_dims)):
+    if taken and all(
+        leaf.shape[axis] == 1 and tiles[axis] != 1 for axis in taken
+    ):  # codes, of tiles of 1, are taken for each index
         indices = jnp.zeros((*(1 for _ in indices.shape[:-1]), indices.shape[-1]), indices.dtype)
     at = []
     for place, axis in enumerate(numbers.start_index_map):
