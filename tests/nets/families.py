@@ -266,6 +266,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_eps": 1e-3,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        {
+            **{name: value for name, value in WIDE.items() if name != "rms_norm_eps"},
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            **_EXPERTS,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            "norm_eps": 1e-3,
+        },
+    ),
     "ministral": ("MinistralForCausalLM", {**SIZES, "sliding_window": 5, "layer_types": _ALTERNATING}),
     "ministral3": (
         "Ministral3ForCausalLM",
@@ -396,7 +408,9 @@ def with_random_weights(model: Any) -> Any:
 
     draw = np.random.default_rng(0)
     with torch.no_grad():
-        corrections = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith("correction_bias")]
+        corrections = [
+            (path, buffer) for path, buffer in model.named_buffers() if path.endswith(("correction_bias", "expert_bias"))
+        ]
         for path, parameter in [*model.named_parameters(), *corrections]:
             shape = tuple(parameter.shape)
             if len(shape) > 1 and not path.endswith("bias"):

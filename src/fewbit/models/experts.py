@@ -78,7 +78,7 @@ def _routed(y: Array, mlp: Params, experts: Experts) -> tuple[Float[Array, "B T 
         _, chosen = lax.top_k(_of_best_groups(corrected, experts, summed=2), experts.active)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if experts.normalized:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + experts.sum_eps)
         return weights * experts.scale, chosen
     largest, chosen = lax.top_k(_of_best_groups(logits, experts, summed=1), experts.active)
     if experts.normalized:

@@ -247,6 +247,8 @@ def why_not_scaled(path: str, config: DecoderConfig) -> str:
     """
     if path == "embed":
         return "its rows are read as embeddings, too"
+    if path == "position_embed":
+        return "no product reads it"
     if config.rotates_input_of(path):
         return "a rotation comes before it"
     if config.latent is not None and config.latent.split and path.endswith(("/k_b", "/v_b", "/o")):

@@ -34,6 +34,7 @@ class Experts:
         active_groups: the groups that a token's experts are chosen from, those with the largest score, or with "sigmoid"
             the largest sum of two scores.
         scale: multiplies the weights.
+        sum_eps: with "sigmoid", added to the sum that they are divided by.
         shared_hidden: width of an expert that every token passes; 0: none.
         shared_gate: whether a sigmoid gate scales the shared expert.
         bias: whether router and experts have biases.
@@ -58,6 +59,7 @@ class Experts:
     groups: int = 1
     active_groups: int = 1
     scale: float = 1.0
+    sum_eps: float = 1e-20
     shared_hidden: int = 0
     shared_gate: bool = True
     bias: bool = False
@@ -78,6 +80,7 @@ class Experts:
             if getattr(self, name) not in get_args(kind):
                 raise QuantError(f"experts.{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
         check_positive("experts.scale", self.scale)
+        check_positive("experts.sum_eps", self.sum_eps)
         self._check_groups()
 
     @property

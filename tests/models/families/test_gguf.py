@@ -388,7 +388,7 @@ def as_gguf(
     if family.gguf == "olmo2" and config.window:
         pattern = [layer in config.window_layers for layer in range(config.layers)]
         fields["olmo2.attention.sliding_window_pattern"] = pattern
-    if family.gguf in ("deepseek2", "glm4moe", "dots1", "minimax-m2"):
+    if family.gguf in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe"):
         fields |= {f"{family.gguf}.{key}": value for key, value in routed_fields(config).items()}
     if config.linear is not None:
         fields |= {f"{family.gguf}.{key}": value for key, value in linear_fields(config.linear).items()}
@@ -398,7 +398,10 @@ def as_gguf(
         fields |= {f"granitehybrid.{key}": value for key, value in state_space_fields(config, config.mamba).items()}
     if config.short_conv is not None:
         heads = [0 if layer in config.short_conv.layers else config.kv_heads for layer in range(config.layers)]
-        fields |= {"lfm2.attention.head_count_kv": heads, "lfm2.shortconv.l_cache": config.short_conv.kernel}
+        fields |= {
+            f"{family.gguf}.attention.head_count_kv": heads,
+            f"{family.gguf}.shortconv.l_cache": config.short_conv.kernel,
+        }
     if family.gguf == "gemma4":
         fields |= {f"gemma4.{key}": value for key, value in fields_of_kinds(config).items()}
     if isinstance(config.rope_scaling, Proportional):
@@ -610,7 +613,8 @@ def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_
     config, _, found, _ = converted(model_type)
     same: dict[str, Any] = {"rope": config.rope, "norm_offset": config.norm_offset, "fused_by_head": config.fused_by_head}
     if config.experts is not None:
-        assert dataclasses.replace(found.experts, layout=config.experts.layout) == config.experts
+        gate = config.experts.shared_gate  # of a shared expert, which LFM2-MoE has not
+        assert dataclasses.replace(found.experts, layout=config.experts.layout, shared_gate=gate) == config.experts
         same["experts"] = config.experts
     if config.latent is not None:
         assert found.latent == dataclasses.replace(config.latent, split=True)
@@ -705,7 +709,7 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
             continue  # the converter names these by hand: attn_qkv and attn_gate; ffn_gate and ffn_up, and ffn_down
         else:
             source = family.table.name(path).replace("correction_bias", "correction.bias")  # as the converter does
-            source = source.replace("dt_bias", "dt_proj.bias")
+            source = source.replace("dt_bias", "dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
             path = path.replace("A_log", "A")
             theirs = names.get_name(source, try_suffixes=(".weight", ".bias"))
             ours = family.gguf_table.name(path)

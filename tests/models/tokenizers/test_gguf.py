@@ -261,6 +261,7 @@ KINDS = {
     "exaone4": [("gpt2", "exaone4")],
     "ernie4_5": [("llama", "default")],
     "lfm2": [("gpt2", "lfm2")],
+    "lfm2_moe": [("gpt2", "lfm2")],
     "arcee": [("gpt2", "llama-bpe")],
     "phi": [("gpt2", "phi-2"), ("gpt2", "gpt-2")],
     "starcoder2": [("gpt2", "starcoder")],

@@ -23,9 +23,9 @@ from .layers.gemma4 import name_of_scale, target_of_factors, with_expert_factors
 from .layers.linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
 from .stored import Stored, stacked, stored
 
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe)\.)?experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?experts\.(\d+)\.(\w+)\.weight")
 _EXPERTS = re.compile(
-    r"model\.layers\.(\d+)\.(?:(?:mlp\.)?experts\.(?=gate_up|down)|block_sparse_moe\.(?=input_|output_))"
+    r"model\.layers\.(\d+)\.(?:(?:(?:mlp|feed_forward)\.)?experts\.(?=gate_up|down)|block_sparse_moe\.(?=input_|output_))"
     r"(gate_up_proj|down_proj|input_linear|output_linear)(_bias|\.weight)?"
 )
 _DOWN = ("down_proj", "output_linear")
@@ -181,7 +181,9 @@ class Conversion:
             return target
         if name.endswith((".sinks", ".layer_scalar")):
             name += ".weight"
-        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(
+            ".expert_bias", ".expert_bias.bias"
+        )
         target = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise UnsupportedError(f"tensor {name!r} has no GGUF name in architecture {self.architecture.name}")

@@ -12,7 +12,7 @@ from .family import Common, Number
 
 def expert_layout(names: Collection[str]) -> ExpertLayout:
     """The layout of experts, by the tensors' names. They are separate matrices, or one stack as in transformers' modules."""
-    if any(name.endswith("mlp.experts.gate_up_proj") for name in names):
+    if any(name.endswith(".experts.gate_up_proj") for name in names):
         return "joined"
     return "separate"
 

@@ -95,7 +95,7 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
     )
 
 
-_OF_SEVERAL_SIZES = ("gemma4", "granitehybrid", "lfm2")
+_OF_SEVERAL_SIZES = ("gemma4", "granitehybrid", "lfm2", "lfm2moe")
 """The architectures whose layers have heads of keys or feed-forward blocks of several sizes."""
 
 
@@ -185,7 +185,7 @@ def _experts(architecture: str, found: GGUFMetadata, names: Tensors) -> Experts 
         "normalized": architecture not in ("qwen2moe", "olmoe"),
         "shared_hidden": found.shared_hidden,
     }
-    if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2"):
+    if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe"):
         settings = _routed_experts(architecture, found, hidden)
     if architecture in ("granitemoe", "granitehybrid"):
         settings["shared_gate"] = False
@@ -214,11 +214,12 @@ def _routed_experts(architecture: str, found: GGUFMetadata, hidden: int) -> dict
     refuse_unless(found.scores, (0, 1, 2), f"{architecture}.expert_gating_func", WHERE)
     scores = found.scores or (_SIGMOID if architecture == "glm4moe" else 1)
     return {
-        "normalized": found.normalized or architecture == "minimax-m2",
+        "normalized": found.normalized or architecture in ("minimax-m2", "lfm2moe"),
         "scores": "sigmoid" if scores == _SIGMOID else "softmax",
         "groups": found.groups or 1,
         "active_groups": found.active_groups or 1,
         "scale": found.expert_scale,
+        "sum_eps": 1e-6 if architecture == "lfm2moe" else 1e-20,
         "shared_hidden": found.shared * hidden,
         "shared_gate": False,
     }
@@ -330,11 +331,11 @@ def _without_keys(found: GGUFMetadata, architecture: str) -> tuple[tuple[int, ..
     return layers, _of_all_layers([count for count in counts if count], key)
 
 
-def _lfm2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+def _lfm2(found: GGUFMetadata, names: Tensors, architecture: str = "lfm2") -> dict[str, Any]:
     """LFM2: a layer without heads of keys is a short convolution."""
     if found.conv_cache is None:
-        raise QuantError(f"{WHERE} lacks the field 'lfm2.shortconv.l_cache'")
-    layers, kv_heads = _without_keys(found, "lfm2")
+        raise QuantError(f"{WHERE} lacks the field '{architecture}.shortconv.l_cache'")
+    layers, kv_heads = _without_keys(found, architecture)
     return {
         "kv_heads": kv_heads,
         "window": found.window or 0,
@@ -570,6 +571,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "granitemoe": _granite_moe,
     "granitehybrid": _granite_hybrid,
     "lfm2": _lfm2,
+    "lfm2moe": functools.partial(_lfm2, architecture="lfm2moe"),
     "arcee": _arcee,
     "command-r": _cohere,
     "cohere2": _cohere2,

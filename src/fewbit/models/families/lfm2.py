@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions in place of most attention."""
+"""LFM2 and LFM2-MoE: gated short convolutions in place of most attention."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -8,8 +8,9 @@ import msgspec
 from ..._hybrids import LFM2, layers_with_state, lfm2_hidden, lfm2_layer_types
 from ..._json import Count, Positive
 from ..config import DecoderConfig
-from ..part_configs import ShortConvolution
-from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config
+from ..part_configs import Experts, ShortConvolution
+from .experts import expert_layout
+from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
 class _Lfm2(Common, kw_only=True):
@@ -26,6 +27,24 @@ class _Lfm2(Common, kw_only=True):
     conv_bias: bool = False
     kinds: list[str] | None = msgspec.field(name="layer_types", default=None)
     attention: list[Count] | None = msgspec.field(name="full_attn_idxs", default=None)
+
+
+class _Lfm2Moe(Common, kw_only=True):
+    hidden: Positive = msgspec.field(name="intermediate_size", default=7168)
+    norm_eps: Number = msgspec.field(name="norm_eps", default=1e-5)
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
+    tied: bool = msgspec.field(name="tie_word_embeddings", default=True)
+    tied_before: bool | None = msgspec.field(name="tie_embedding", default=None)
+    kernel: Positive = msgspec.field(name="conv_L_cache", default=3)
+    conv_bias: bool = False
+    kinds: list[str] = msgspec.field(name="layer_types")
+    dense: Count = msgspec.field(name="num_dense_layers", default=2)
+    experts: Positive = msgspec.field(name="num_experts", default=32)
+    active: Positive = msgspec.field(name="num_experts_per_tok", default=4)
+    expert_hidden: Positive = msgspec.field(name="moe_intermediate_size", default=1792)
+    has_bias: bool = msgspec.field(name="use_expert_bias", default=True)
+    normalized: bool = msgspec.field(name="norm_topk_prob", default=True)
+    scale: Number = msgspec.field(name="routed_scaling_factor", default=1.0)
 
 
 _UNREAD = (
@@ -50,8 +69,43 @@ def _lfm2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     )
 
 
+def _lfm2_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """LFM2 with experts in all but the first layers, whose router is DeepSeek-V3's."""
+    found = read_config({key: obj[key] for key in obj if key not in _UNREAD}, _Lfm2Moe, names)
+    refuse_unless(found.has_bias, (True,), "use_expert_bias")
+    layers = layers_with_state(found.kinds, found.layers, LFM2)
+    experts = None
+    if found.dense < found.layers:
+        experts = Experts(
+            found.experts,
+            found.active,
+            found.expert_hidden,
+            normalized=found.normalized,
+            layers=tuple(range(found.dense, found.layers)) if found.dense else (),
+            scores="sigmoid",
+            scale=found.scale,
+            sum_eps=1e-6,
+            layout=expert_layout(names),
+        )
+    return decoder_config(
+        found,
+        theta=1e6,
+        tied=found.tied if found.tied_before is None else found.tied_before,
+        qk_norm="head",
+        experts=experts,
+        short_conv=ShortConvolution(layers, found.width, found.kernel, found.conv_bias) if layers else None,
+    )
+
+
 _TABLE = hf_table(
     {
+        "mlp/router": "feed_forward.gate.weight",
+        "mlp/router_correction_bias": "feed_forward.expert_bias",
+        "mlp/experts/{}/gate": "feed_forward.experts.{}.w1.weight",
+        "mlp/experts/{}/up": "feed_forward.experts.{}.w3.weight",
+        "mlp/experts/{}/down": "feed_forward.experts.{}.w2.weight",
+        "mlp/experts/gate+up": "feed_forward.experts.gate_up_proj",
+        "mlp/experts/down": "feed_forward.experts.down_proj",
         "attn/norm": "operator_norm.weight",
         "mlp/norm": "ffn_norm.weight",
         "attn/o": "self_attn.out_proj.weight",
@@ -75,8 +129,12 @@ _GGUF = gguf_table(
         "attn/in": "shortconv.in_proj.weight",
         "attn/conv1d": "shortconv.conv.weight",
         "attn/out": "shortconv.out_proj.weight",
+        "mlp/router_correction_bias": "exp_probs_b.bias",
     },
     {"norm": "token_embd_norm.weight"},
 )
 
-FAMILIES = (Family("lfm2", "LFM2", _lfm2, _TABLE, gguf="lfm2", gguf_table=_GGUF),)
+FAMILIES = (
+    Family("lfm2", "LFM2", _lfm2, _TABLE, gguf="lfm2", gguf_table=_GGUF),
+    Family("lfm2_moe", "LFM2-MoE", _lfm2_moe, _TABLE, gguf="lfm2moe", gguf_table=_GGUF),
+)

@@ -77,7 +77,7 @@ def _measured(paths: Collection[str]) -> list[str]:
     weights = [path for path in paths if "norm" not in path and not path.endswith("bias")]
     found = []
     for path in weights:
-        head, name = path.rsplit("/", 1)
+        head, _, name = path.rpartition("/")
         if name not in _LEFT_OUT and f"{head}/{_FIRST.get(name)}" not in weights:
             found.append(path)
     return found
