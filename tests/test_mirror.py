@@ -163,7 +163,8 @@ SUITES = (
         "models/families/test_family.py",
         "config.json of every family by transformers'",
         {
-            "models/families": "bitnet deepseek ernie exaone experts gemma glm gpt gpt_oss granite layer_norm lfm2 llama olmo phi qwen rope seed smollm"
+            "models/families": "bitnet deepseek ernie exaone experts gemma glm gpt gpt_oss granite layer_norm lfm2 llama olmo phi qwen "
+            "rope seed smollm"
         },
     ),
     Suite("models/families/test_gguf.py", "metadata of every architecture", {"models/families": "gguf_metadata"}),
