@@ -345,6 +345,16 @@ def test_layers_that_are_not_quantized_are_ignored():
     assert sorted(read_back(CT, found)) == sorted([*kept, NAME])
 
 
+def test_the_output_layer_of_gpt_neox_has_another_name_in_transformers():
+    weights = {NAME: example("int4_g32", (4, 64)), "embed_out.weight": example("int4_g32", (4, 64), seed=1)}
+    section = stored(CT, weights).config["quantization_config"]
+    assert [group["targets"] for group in section["config_groups"].values()] == [["Linear"]] and section["ignore"] == []
+    assert sorted(read_back(CT, stored(CT, weights))) == sorted(weights)
+    found = stored(CT, {**weights, "embed_out.weight": example("fp8", (4, 64))})
+    groups = found.config["quantization_config"]["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [[MODULE], ["embed_out", "lm_head"]]
+
+
 def test_several_schemes_are_groups_by_name():
     other = "model.layers.1.mlp.up_proj.weight"
     qs = {

@@ -10,7 +10,7 @@ import msgspec
 from ...._json import converted
 from ...._patterns import Pattern
 from ....errors import QuantError, UnsupportedError
-from ..encodings.names import linear_modules, parts_apart
+from ..encodings.names import OLDER_HEADS, linear_modules, parts_apart
 
 VERSION = "0.20.0"
 """The version of compressed-tensors whose layout is written."""
@@ -108,8 +108,7 @@ class Section:
             if pattern.fullmatch(module):
                 return group
         # Only embeddings are not linear layers.
-        likely = "Embedding" if "embed" in module.rpartition(".")[2] else "Linear"
-        return self._named.get(likely, ConfigGroup([]))
+        return self._named.get("Embedding" if _is_embedding(module) else "Linear", ConfigGroup([]))
 
 
 def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -131,7 +130,7 @@ def section(groups: Sequence[dict[str, Any]], modules: Sequence[Sequence[str]], 
     """
     quantized = [module for group in modules for module in group]
     formats = {group["format"] for group in groups}
-    is_linear = len(groups) == 1 and not any("embed" in module for module in quantized)
+    is_linear = len(groups) == 1 and not any(map(_is_embedding, quantized))
     config_groups = {
         f"group_{i}": {
             "targets": ["Linear"] if is_linear else _targets(names, kept, quantized),
@@ -154,9 +153,14 @@ def section(groups: Sequence[dict[str, Any]], modules: Sequence[Sequence[str]], 
     }
 
 
+def _is_embedding(module: str) -> bool:
+    """Whether a module is an embedding, by its name."""
+    return "embed" in module.rpartition(".")[2] and module not in OLDER_HEADS
+
+
 def _targets(names: Sequence[str], kept: Sequence[str], quantized: Sequence[str]) -> list[str]:
     """The modules of a group. Those of a model with other parts are patterns, since their names may begin otherwise when it runs."""
     if not parts_apart(kept, quantized):
-        return list(names)
+        return [*names, *(OLDER_HEADS[name] for name in names if name in OLDER_HEADS)]
     tails = [name[max(name.find("layers."), 0) :] for name in names]
     return [rf"re:.*\b{re.escape(tail)}$" for tail in tails]

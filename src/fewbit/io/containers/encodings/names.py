@@ -1,9 +1,12 @@
-"""Names of modules that an engine must leave in float."""
+"""Names of modules: those that an engine must leave in float, and output layers with two names."""
 
 from collections.abc import Collection, Sequence
 
 MODULE_PATTERNS = ("{}.", r"(?:.*\.)?{}")
 """A part of a model as vLLM and transformers look for it: within a module's name, and as a regular expression from its start."""
+
+OLDER_HEADS = {"embed_out": "lm_head"}
+"""Output layers that transformers 5 runs under another name than files have (GPT-NeoX)."""
 
 
 def linear_modules(kept: Sequence[str], quantized: Collection[str], patterns: Sequence[str] = MODULE_PATTERNS) -> list[str]:
@@ -22,9 +25,12 @@ def linear_modules(kept: Sequence[str], quantized: Collection[str], patterns: Se
     ['m.gate', 'lm_head']
     >>> linear_modules(["vision_tower.layers.0.up.weight"], ["model.layers.0.up"], ["re:.*{}.*"])
     ['vision_tower.layers.0.up', 'lm_head', 're:.*vision_tower.*']
+    >>> linear_modules(["norm.weight"], ["embed_out"])
+    []
     """
     owners = [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
     owners = [owner for owner in owners if not owner.endswith(("norm", "embed_tokens"))]
+    quantized = {*quantized, *(OLDER_HEADS[name] for name in quantized if name in OLDER_HEADS)}
     owners = [owner for owner in dict.fromkeys((*owners, "lm_head")) if owner not in quantized]
     return owners + [pattern.format(part) for part in parts_apart(kept, quantized) for pattern in patterns]
 
