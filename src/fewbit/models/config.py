@@ -101,7 +101,7 @@ class DecoderConfig:
         embed_scale: multiplies the embeddings.
         residual_scale: multiplies the output of each block before it is added (Granite).
         parallel: whether attention and the feed-forward block are parallel.
-        positions: rows of a learned embedding of positions, which is added to that of tokens (GPT-2); 0: there is none.
+        positions: rows of a learned embedding of positions, which is added to that of tokens (OPT); 0: there is none.
         position_offset: the row of the first position (OPT).
         logit_scale: multiplies the output logits.
         head_bias: whether the output head has a bias (Phi-2).

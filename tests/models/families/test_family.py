@@ -458,6 +458,67 @@ def test_lfm2():
         config_from_hf({**LFM2, "layer_types": ["conv"] * 15})
 
 
+PYTHIA = {
+    "model_type": "gpt_neox",
+    "hidden_act": "gelu",
+    "hidden_size": 512,
+    "initializer_range": 0.02,
+    "intermediate_size": 2048,
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "vocab_size": 50304,
+}
+"""The config.json of Pythia 70M."""
+
+
+def test_decoders_with_layer_norms():
+    config = config_from_hf(PYTHIA)
+    assert (config.rotary_dim, config.parallel, config.fused_by_head, config.kv_heads) == (16, "two_norms", True, 8)
+    assert config_from_hf({**PYTHIA, "rotary_pct": 0.5, "rotary_emb_base": 500}).rope_theta == 500
+    phi = {**CASES["phi"][1], "model_type": "phi"}
+    assert config_from_hf({**phi, "partial_rotary_factor": 0.5}).rotary_dim == 4 and config_from_hf(phi).head_bias
+    opt = {**CASES["opt"][1], "model_type": "opt", "prefix": "</s>", "activation_dropout": 0.0}
+    assert (config_from_hf(opt).positions, config_from_hf(opt).position_offset) == (66, 2)
+    falcon = {**CASES["falcon"][1], "model_type": "falcon", "ff_factor": 4}
+    assert (config_from_hf(falcon).kv_heads, config_from_hf(falcon).hidden) == (1, 128)
+    assert config_from_hf({**falcon, "new_decoder_architecture": True}).parallel == "two_norms"
+    starcoder = {**CASES["starcoder2"][1], "model_type": "starcoder2", "mlp_type": "default", "norm_type": "layer_norm"}
+    assert config_from_hf(starcoder).activation == "gelu_tanh"
+    published = {
+        "order_of_interleaved_layers": "local_attn_first",
+        "layer_switch": 4,
+        "position_embedding_type": "rope_gptj",
+    }
+    cohere = {**CASES["cohere2"][1], "model_type": "cohere2", "layer_types": None, "num_hidden_layers": 8, **published}
+    assert config_from_hf(cohere).nope_layers == (3, 7) and config_from_hf(cohere).window_layers == (0, 1, 2, 4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("opt", {"do_layer_norm_before": False}),
+        ("opt", {"word_embed_proj_dim": 16}),
+        ("falcon", {"alibi": True}),
+        ("falcon", {"num_ln_in_parallel_attn": 2}),
+        ("stablelm", {"qk_layernorm": True}),
+        ("phi", {"qk_layernorm": True}),
+        ("cohere", {"use_qk_norm": True}),
+        ("cohere2", {"use_parallel_block": False}),
+        ("lfm2_moe", {"use_expert_bias": False}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_what_relatives_with_layer_norms_may_have_is_refused(case: str, change: dict[str, Any]):
+    with pytest.raises(UnsupportedError, match=next(iter(change))):
+        config_from_hf({**CASES[case][1], "model_type": case, **change})
+
+
 def test_granite_4_has_both_names_of_kinds_of_layers():
     form = {**CASES["granitemoehybrid-experts"][1], "model_type": "granitemoehybrid"}
     config = config_from_hf(form)

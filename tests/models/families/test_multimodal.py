@@ -108,6 +108,16 @@ def test_changes_of_the_decoder_itself_are_refused(opened: Any):
         workflows.with_scaled_inputs(model, ("down",))
 
 
+def test_a_base_model_has_names_without_their_first_part():
+    """As `AutoModel` saves it; its embedding is the head."""
+    names = ("embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "norm.weight")
+    config, table = decoder_of({**TEXT, "tie_word_embeddings": True}, names)
+    assert config.tied and table.name("layers/3/attn/q") == "layers.3.self_attn.q_proj.weight"
+    assert table.is_derived("layers.0.self_attn.rotary_emb.inv_freq")
+    _, table = decoder_of(TEXT, [f"model.{name}" for name in names])
+    assert table.name("embed") == "model.embed_tokens.weight"
+
+
 def test_a_configuration_of_a_language_model_is_left_alone():
     assert language_config(TEXT) is TEXT
     assert language_config({**TEXT, "text_config": {}})["text_config"] == {}

@@ -49,7 +49,7 @@ class _Falcon(Common, kw_only=True):
 
 def _opt(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """OPT. Two rows of its embedding of positions come before the first position."""
-    found = read_config(obj, _Opt, names)
+    found = read_config({key: obj[key] for key in obj if key != "prefix"}, _Opt, names)
     refuse_unless(found.embed_width or found.width, (found.width,), "word_embed_proj_dim")
     refuse_unless(found.norm_first, (True,), "do_layer_norm_before")
     refuse_unless(found.has_gains, (True,), "layer_norm_elementwise_affine")
@@ -81,7 +81,9 @@ def _gpt_neox(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 def _falcon(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Falcon. The older models have one head of keys, or as many as of queries; the newer ones say how many."""
-    found = read_config(obj, _Falcon, names)
+    found = read_config(
+        {key: obj[key] for key in obj if key != "ff_factor"}, _Falcon, names
+    )  # which ffn_hidden_size says, too
     refuse_unless(found.alibi, (False,), "alibi")
     if found.is_new and not found.is_parallel:
         raise UnsupportedError("config.json has new_decoder_architecture, but not parallel_attn")

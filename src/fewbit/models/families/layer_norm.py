@@ -56,14 +56,21 @@ class _Cohere2(_Cohere, kw_only=True):
     layer_switch: Positive | None = None
 
 
+_UNREAD = (
+    *("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
+    *("mlp_type", "norm_type", "layer_norm_epsilon", "norm_eps", "rotary_scaling_factor"),
+)
+"""Keys of published configurations of StarCoder2 and StableLM that transformers does not read."""
+
+
 def _starcoder2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    found = read_config(obj, _StarCoder2, names)
+    found = read_config({key: obj[key] for key in obj if key not in _UNREAD}, _StarCoder2, names)
     biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), found.bias)
     return decoder_config(found, norm_kind="layer", norm_bias=True, gated=False, window=found.window or 0, **biases)
 
 
 def _stablelm(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    found = read_config(obj, _StableLM, names)
+    found = read_config({key: obj[key] for key in obj if key not in _UNREAD}, _StableLM, names)
     refuse_unless(found.has_norms, (False,), "qk_layernorm")
     found.partial_rotary = found.partial_rotary or found.rotary_part or 0.25
     parallel = "one_norm" if found.is_parallel else "none"
