@@ -20,7 +20,7 @@ ORACLES = {
     "torchao": "torchao 0.18: `unflatten_tensor_state_dict` and its tensors",
     "gptq": "AutoGPTQ's published formula in numpy",
     "awq": "AutoAWQ's published formula in numpy; `dequantize_gemm` of autoawq 0.2.9",
-    "bitsandbytes": "bitsandbytes 0.50 on CPU; transformers 5.23 runs it",
+    "bitsandbytes": "bitsandbytes 0.50 on CPU; transformers 5.23 runs it, but no mixture of experts",
     "bitnet": "transformers 5.23: `pack_weights`, `unpack_weights`, and its BitNet runs it",
     "mlx": "mlx 0.32 on CPU: `mx.dequantize`; mlx-lm 0.32 runs it",
     "gguf": "gguf 0.19; llama.cpp by llama-cpp-python 0.3 runs it",

@@ -342,6 +342,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True}),
     "cohere": ("CohereForCausalLM", {**WIDE, "logit_scale": 0.25, "attention_bias": True}),
     "cohere2": ("Cohere2ForCausalLM", {**WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": 96,
+            "n_embd": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 64,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+        },
+    ),
     "opt": ("OPTForCausalLM", {**_OWN_SIZES, "ffn_dim": 40, "word_embed_proj_dim": 32}),
     "gpt_neox": ("GPTNeoXForCausalLM", {**_OWN_SIZES, "intermediate_size": 40}),
     "gpt_neox-sequential": (

@@ -22,7 +22,7 @@ from ..models.tokenizers.gguf import tokenizer_from_gguf
 from ..models.tokenizers.glassllm import tokenizer_from_glassllm
 from ..models.tokenizers.hugging_face import tokenizer_from_files
 from ..models.tokenizers.tokenizer import Tokenizer
-from .model import Model, Value
+from .model import Model, Value, transposed_scheme
 
 
 def load(path: str | os.PathLike[str]) -> Model:
@@ -98,7 +98,7 @@ def _runnable(model: Model, checkpoint: Checkpoint) -> Model:
     """
     config, table = _config(checkpoint)
     names, tensors = _names(checkpoint, table, config), checkpoint.tensors
-    transposed = {path for path in names if table is not None and table.is_transposed(path)}
+    transposed = frozenset(path for path in names if table is not None and table.is_transposed(path))
 
     others = dict.fromkeys(name for name in tensors.info if table is not None and table.is_other(name))
 
@@ -109,10 +109,13 @@ def _runnable(model: Model, checkpoint: Checkpoint) -> Model:
         return value
 
     info = {path: dataclasses.replace(tensors.info[names[path]], shape=shape) for path, shape in shapes(config).items()}
+    for path in transposed:
+        if (scheme := info[path].scheme) is not None:
+            info[path] = dataclasses.replace(info[path], scheme=transposed_scheme(scheme))
     info |= {name: tensors.info[name] for name in others}
     model = dataclasses.replace(model, config=config, info=info, load=load_path)
     if "model_type" in checkpoint.metadata:
-        model = dataclasses.replace(model, names=names)
+        model = dataclasses.replace(model, names=names, transposed=transposed)
     if extra := sum(is_extra(name, config) for name in tensors.info if name not in others):
         note = f"{extra} tensors of layers for multi-token prediction are not run, and left out of what is written"
         model = dataclasses.replace(model, notes=(*model.notes, note))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..array.qarray import QArray
-from ..array.scheme import laid_along
+from ..array.scheme import Scheme, laid_along
 from ..errors import QuantError, UnsupportedError
 from ..io.checkpoint import TensorInfo
 from ..kernels.quantize.dispatch import dequantize
@@ -22,6 +22,16 @@ from ..models.tokenizers.tokenizer import Tokenizer
 from ..recipe.rows import PlanRow
 
 Value = np.ndarray | jax.Array | QArray
+
+
+def transposed_scheme(scheme: Scheme) -> Scheme:
+    """The scheme of the transposed matrix.
+
+    >>> transposed_scheme(transposed_scheme(fb.scheme("int4_g32"))) == fb.scheme("int4_g32").with_tiles((1, 32), -1)
+    True
+    """
+    rows, columns = scheme.tiles(2)
+    return scheme.with_tiles((columns, rows), -3 - scheme.pack_axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Model:
         facts: provenance recorded in a fewbit directory.
         notes: sentences for the user.
         names: the parameters' names in a Hugging Face checkpoint, by path, where they differ; writing keeps them.
+        transposed: the paths of weights that the checkpoint stores `[in, out]`, as GPT-2's; writing keeps that, too.
     """
 
     path: Path
@@ -58,6 +69,26 @@ class Model:
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
+
+    def stored(self, path: str, value: Value) -> Value:
+        """A parameter in the orientation of its checkpoint.
+
+        Args:
+            path: its path.
+            value: its value, as `load` orients it.
+        """
+        return value.T if path in self.transposed else value
+
+    def stored_form(self, path: str, shape: tuple[int, ...], scheme: Scheme) -> tuple[tuple[int, ...], Scheme]:
+        """The shape and the scheme of `stored` of a quantized weight.
+
+        Args:
+            path: its path.
+            shape: its shape, as `load` orients it.
+            scheme: its scheme, likewise.
+        """
+        return (shape[::-1], transposed_scheme(scheme)) if path in self.transposed else (shape, scheme)
 
     @property
     def name(self) -> str:

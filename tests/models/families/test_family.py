@@ -483,6 +483,8 @@ def test_decoders_with_layer_norms():
     assert config_from_hf({**PYTHIA, "rotary_pct": 0.5, "rotary_emb_base": 500}).rope_theta == 500
     phi = {**CASES["phi"][1], "model_type": "phi"}
     assert config_from_hf({**phi, "partial_rotary_factor": 0.5}).rotary_dim == 4 and config_from_hf(phi).head_bias
+    gpt2 = {**CASES["gpt2"][1], "model_type": "gpt2", "n_ctx": 64, "summary_type": "cls_index", "attn_pdrop": 0.1}
+    assert (config_from_hf(gpt2).hidden, config_from_hf(gpt2).positions, config_from_hf(gpt2).context) == (128, 64, 64)
     opt = {**CASES["opt"][1], "model_type": "opt", "prefix": "</s>", "activation_dropout": 0.0}
     assert (config_from_hf(opt).positions, config_from_hf(opt).position_offset) == (66, 2)
     falcon = {**CASES["falcon"][1], "model_type": "falcon", "ff_factor": 4}
@@ -502,6 +504,7 @@ def test_decoders_with_layer_norms():
 @pytest.mark.parametrize(
     ("case", "change"),
     [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
         ("opt", {"do_layer_norm_before": False}),
         ("opt", {"word_embed_proj_dim": 16}),
         ("falcon", {"alibi": True}),

@@ -16,7 +16,8 @@ from fewbit.io.gguf.writer import GGUFWriter
 from fewbit.workflows.convert import targets
 from fewbit.workflows.tensors import worst
 from tests.io.containers.simple import Simple
-from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+from tests.nets.families import CASES
+from tests.workflows.checkpoints import family_directory, llama_directory, needs_tokenizers
 from tests.workflows.convert.test_hugging_face import model as gguf_llama
 
 
@@ -52,6 +53,29 @@ def test_a_quantized_model_keeps_its_names_config_and_files(tmp_path):
     direct = workflows.quantize(model, plan, tmp_path / "d", to="hf").tensors
     written = io.read(tmp_path / "d").tensors[name]
     assert next(one.sqnr_db for one in direct if one.path == result.path) == sqnr_db(source.tensors[name], written)
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("to", ["fewbit", "hf", "orbax"])
+def test_weights_that_a_checkpoint_has_transposed_are_written_so(tmp_path, to):
+    settings = {**CASES["gpt2"][1], "n_embd": 64, "n_layer": 1}
+    model = workflows.load(family_directory(tmp_path / "m", "gpt2", settings))
+    plan = workflows.plan_model(model, recipe="int4_g32")
+    path, name = "layers/0/mlp/up", "transformer.h.0.mlp.c_fc.weight"
+    out = workflows.quantize(model, plan, tmp_path / "q", to=to).path
+    again, expected = workflows.load(out), fb.dequantize(fb.quantize(jnp.asarray(model.load(path)), "int4_g32"))
+    assert io.read(out).tensors[name].shape == io.read(tmp_path / "m").tensors[name].shape == (64, 256)
+    assert again.info[path].shape == (256, 64)
+    if to == "hf":
+        np.testing.assert_array_equal(again.load(path), np.asarray(expected).astype(ml_dtypes.bfloat16))
+    else:
+        assert again.load(path).scheme == again.info[path].scheme
+        np.testing.assert_array_equal(fb.dequantize(again.load(path)), expected)
+    for source in (model, again):
+        plan = workflows.plan_model(source, recipe="int4_g32" if source is model else "keep")
+        if to != "hf" or source is model:
+            with pytest.raises(UnsupportedError, match="codes are packed along the last axis there, and along axis -2 here"):
+                targets.check_target("compressed-tensors", source, plan)
 
 
 @pytest.mark.parametrize(

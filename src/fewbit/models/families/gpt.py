@@ -1,4 +1,4 @@
-"""OPT, GPT-NeoX (Pythia) and Falcon: LayerNorms, no gates, learned or partly rotary positions."""
+"""GPT-2, OPT, GPT-NeoX (Pythia) and Falcon: LayerNorms, no gates, learned or partly rotary positions."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,6 +10,19 @@ from ...errors import UnsupportedError
 from ..config import DecoderConfig
 from ..names import NameTable
 from .family import Common, Family, Number, decoder_config, read_config, refuse_unless, table
+
+
+class _Gpt2(Common, kw_only=True):
+    layers: Positive = msgspec.field(name="n_layer", default=12)
+    width: Positive = msgspec.field(name="n_embd", default=768)
+    heads: Positive = msgspec.field(name="n_head", default=12)
+    hidden: Positive | None = msgspec.field(name="n_inner", default=None)
+    context: Positive = msgspec.field(name="n_positions", default=1024)
+    norm_eps: Number = msgspec.field(name="layer_norm_epsilon", default=1e-5)
+    act: str | None = msgspec.field(name="activation_function", default="gelu_new")
+    tied: bool = msgspec.field(name="tie_word_embeddings", default=True)
+    is_scaled: bool = msgspec.field(name="scale_attn_weights", default=True)
+    by_layer: bool = msgspec.field(name="scale_attn_by_inverse_layer_idx", default=False)
 
 
 class _Opt(Common, kw_only=True):
@@ -45,6 +58,27 @@ class _Falcon(Common, kw_only=True):
     multi_query: bool = True
     is_parallel: bool = msgspec.field(name="parallel_attn", default=True)
     bias: bool = False
+
+
+_UNREAD = ("n_ctx", "attn_pdrop", "reorder_and_upcast_attn")
+"""Keys of GPT-2 that do not change what is computed, besides those that begin with `summary_`."""
+
+
+def _gpt2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(
+        {key: obj[key] for key in obj if key not in _UNREAD and not key.startswith("summary_")}, _Gpt2, names
+    )
+    refuse_unless(found.is_scaled, (True,), "scale_attn_weights")
+    refuse_unless(found.by_layer, (False,), "scale_attn_by_inverse_layer_idx")
+    return decoder_config(
+        found,
+        kv_heads=found.heads,
+        hidden=found.hidden or 4 * found.width,
+        nope_layers=tuple(range(found.layers)),
+        positions=found.context,
+        fused=True,
+        **_shared_fields(True),
+    )
 
 
 def _opt(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -118,6 +152,28 @@ def _with_biases(parts: Mapping[str, str]) -> dict[str, str]:
     return weights | {f"{path}_bias": f"{name}.bias" for path, name in parts.items()}
 
 
+_GPT2_PARTS = {
+    "attn/norm": "ln_1",
+    "attn/q+k+v": "attn.c_attn",
+    "attn/o": "attn.c_proj",
+    "mlp/norm": "ln_2",
+    "mlp/up": "mlp.c_fc",
+    "mlp/down": "mlp.c_proj",
+}
+_GPT2 = table(
+    "Hugging Face",
+    {
+        "embed": "transformer.wte.weight",
+        "position_embed": "transformer.wpe.weight",
+        **_with_biases({"norm": "transformer.ln_f"}),
+        "head": "lm_head.weight",
+    },
+    "transformer.h.{}.",
+    _with_biases(_GPT2_PARTS),
+    transposed=frozenset(f"layers/{{}}/{path}" for path in ("attn/q+k+v", "attn/o", "mlp/up", "mlp/down")),
+    derived=r"transformer\.h\.\d+\.attn\.(?:bias|masked_bias)",
+)
+
 _OPT = table(
     "Hugging Face",
     {
@@ -178,6 +234,7 @@ def _falcon_table(norms: Mapping[str, str]) -> NameTable:
 _TWO_NORMS = _falcon_table({"attn/norm": "ln_attn", "mlp/norm": "ln_mlp"})
 
 FAMILIES = (
+    Family("gpt2", "GPT-2", _gpt2, _GPT2),
     Family("opt", "OPT", _opt, _OPT),
     Family("gpt_neox", "GPT-NeoX, Pythia", _gpt_neox, _NEOX, gguf="gptneox"),
     Family(

@@ -191,7 +191,7 @@ def write_tensors(to: str, job: Job, tensors: Callable[[frozenset[str]], Values]
     writer, names = _writer(to, job), {path: job.model.names.get(path, path) for path in job.model.info}
     with writer:
         for path, value in tensors(frozenset(path for path, name in names.items() if name in writer.finished)):
-            writer.add(names[path], value)
+            writer.add(names[path], job.model.stored(path, value))
     return writer.path
 
 
@@ -315,12 +315,14 @@ def planned_weights(model: Model, plan: Plan) -> tuple[list[Weight], list[str]]:
         name, info = model.names.get(row.path, row.path), model.info[row.path]
         if row.policy is not None and not is_kept(row, info):
             q = _planned(dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=()))
-            weights.append(Weight(name, q.shape, q.dtype.name, q.scheme, row.policy.activation, roles[name]))
+            shape, scheme = model.stored_form(row.path, q.shape, q.scheme)
+            weights.append(Weight(name, shape, q.dtype.name, scheme, row.policy.activation, roles[name]))
         elif info.scheme is not None and row.sparsity is None:
             policy, activation = row.policy or info.policy, None
             if policy is not None:
                 activation = policy.activation
-            weights.append(Weight(name, info.shape, info.dtype, info.scheme, activation, roles[name]))
+            shape, scheme = model.stored_form(row.path, info.shape, info.scheme)
+            weights.append(Weight(name, shape, info.dtype, scheme, activation, roles[name]))
         else:
             kept.append(name)
     return weights, kept

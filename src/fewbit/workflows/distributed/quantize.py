@@ -250,7 +250,7 @@ def _write_part(path: Path, rows: Part, task: _Task, job: str, on_tensor: Callab
 
     source = dataclasses.replace(model, load=load)
     for value, result in quantized_tensors(source, part, method=task.method, observed=task.observed):
-        tensors[model.names.get(result.path, result.path)] = value
+        tensors[model.names.get(result.path, result.path)] = model.stored(result.path, value)
         results.append(result.to_json())
         if on_tensor is not None:
             on_tensor(result)
