@@ -286,6 +286,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
     "nemotron": ("nemotron", {"hidden_act": "relu2", "head_dim": 16}),
     "phi2": ("phi", {"hidden_act": "gelu_new", "num_key_value_heads": 4}),
+    "gpt2": ("gpt2", {"num_key_value_heads": None, "intermediate_size": None, "n_inner": 96, "tie_word_embeddings": True}),
     "gptneox": ("gpt_neox", _WITHOUT_KEY_HEADS),
     "gptneox-sequential": ("gpt_neox", {**_WITHOUT_KEY_HEADS, "use_parallel_residual": False}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),

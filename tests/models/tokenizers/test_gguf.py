@@ -269,6 +269,7 @@ KINDS = {
     "nemotron": [("llama", "default")],
     "cohere": [("gpt2", "command-r")],
     "cohere2": [("gpt2", "command-r")],
+    "gpt2": [("gpt2", "gpt-2")],
     "gpt_neox": [("gpt2", "olmo")],
 }
 """The `tokenizer.ggml.model` and `tokenizer.ggml.pre` of each family's GGUF files."""

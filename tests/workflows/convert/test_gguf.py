@@ -24,6 +24,7 @@ from fewbit.workflows.convert.gguf import why_not, why_not_model, why_not_weight
 from fewbit.workflows.convert.targets import check_target
 from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
 from tests.models.tokenizers.fields import sentencepiece_source
+from tests.nets.families import CASES
 from tests.nets.random_decoder import compiled_logits
 from tests.workflows.checkpoints import family_directory, llama_directory, needs_tokenizers
 from tests.workflows.families import run_json
@@ -494,3 +495,14 @@ def test_linear_attention_in_another_pattern_of_layers_is_refused(hybrids, tmp_p
     }
     model = workflows.load(family_directory(tmp_path / "m", "qwen3_5_text", settings))
     assert "every n-th layer of qwen3_5_text; layer_types is another pattern" in (why_not_model(model) or "")
+
+
+def test_gpt2_that_the_decoder_does_not_run_is_refused(tmp_path):
+    path = family_directory(tmp_path / "m", "gpt2", CASES["gpt2"][1])
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "add_cross_attention": True}))
+    model = workflows.load(path)
+    with pytest.raises(
+        UnsupportedError, match=r"stores weights \[in, out\], which are not transposed: .*add_cross_attention"
+    ):
+        write_gguf(model, ((name, model.load(name)) for name in model.info), tmp_path / "m.gguf")

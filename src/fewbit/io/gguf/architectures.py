@@ -66,7 +66,10 @@ class Architecture:
         has_state_spaces: whether layers may be state spaces, which `layers/state_space.py` describes; without them it has another name.
         has_short_convolutions: whether layers may be short convolutions, which `layers/short_conv.py` describes.
         has_layer_norms: whether norms are LayerNorms.
+        is_transposed: whether checkpoints store weights `[in, out]`.
         is_fused_by_head: whether the fused projection has the rows of each head in turn; GGUF has all queries first.
+        names: what config.json calls the fields of `COMMON` by another name (GPT-2, whose blocks may be four times as wide without a
+            word), by the usual one.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -91,14 +94,20 @@ class Architecture:
     has_state_spaces: bool = False
     has_short_convolutions: bool = False
     has_layer_norms: bool = False
+    is_transposed: bool = False
     is_fused_by_head: bool = False
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     large_layers: int | None = None
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The content of a config.json, with the values that it may omit."""
-        return {**self.defaults, **config}
+        said = {**self.defaults, **config}
+        if not self.names:
+            return said
+        said |= {ours: said.get(theirs) for ours, theirs in self.names.items()}
+        return said | {"intermediate_size": said["intermediate_size"] or 4 * (said["hidden_size"] or 0)}
 
 
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -267,6 +276,33 @@ ARCHITECTURES = {
         rotates_part=True,
         defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
         assumed={**_GELU_TANH, **_UNTIED, "qk_layernorm": (False,)},
+    ),
+    "gpt2": Architecture(
+        "gpt2",
+        (),
+        has_layer_norms=True,
+        is_transposed=True,
+        names={
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "hidden_size": "n_embd",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+        },
+        defaults={
+            "n_layer": 12,
+            "n_head": 12,
+            "n_embd": 768,
+            "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            **_TIED,
+        },
+        assumed={
+            "activation_function": _GELU_TANH["hidden_act"],
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
     ),
     "gpt_neox": Architecture(
         "gptneox",

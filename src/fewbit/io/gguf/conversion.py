@@ -30,7 +30,9 @@ _EXPERTS = re.compile(
 )
 _DOWN = ("down_proj", "output_linear")
 _PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
-_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(?:bias|masked_bias)")
+_DERIVED = re.compile(
+    r".*\.rotary_emb\.inv_freq|(?:gpt_neox\.layers\.\d+\.attention|transformer\.h\.\d+\.attn)\.(?:bias|masked_bias)"
+)
 _HEAD = "lm_head.weight"
 _SHORT_CONV = ".shortconv.conv.weight"
 _LATENT = ".self_attn.kv_b_proj.weight"
@@ -61,9 +63,9 @@ class Conversion:
             UnsupportedError: naming the first of them.
             QuantError: when there are fewer tensors than layers.
         """
-        if self.config["num_hidden_layers"] > len(names):
+        if self._settings["num_hidden_layers"] > len(names):
             raise QuantError(
-                f"config.json has {self.config['num_hidden_layers']} layers, the checkpoint {len(names)} tensors"
+                f"config.json has {self._settings['num_hidden_layers']} layers, the checkpoint {len(names)} tensors"
             )
         for name in names:
             is_expert = _EXPERT.fullmatch(name) or _EXPERTS.fullmatch(name)
@@ -142,7 +144,7 @@ class Conversion:
     def _names(self) -> Any:
         """The gguf package's table of names."""
         kind = next(k for k, text in self.package.MODEL_ARCH_NAMES.items() if text == self.architecture.name)
-        return self.package.get_tensor_name_map(kind, int(self.config["num_hidden_layers"]))
+        return self.package.get_tensor_name_map(kind, int(self._settings["num_hidden_layers"]))
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:

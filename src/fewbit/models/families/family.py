@@ -117,7 +117,8 @@ def gguf_table(changed: Mapping[str, str] | None = None, outside: Mapping[str, s
         changed: adds and replaces names of the parts of a layer.
         outside: adds names outside the layers.
     """
-    common = {"embed": "token_embd.weight", "norm": "output_norm.weight", "norm_bias": "output_norm.bias"}
+    common = {"embed": "token_embd.weight", "position_embed": "position_embd.weight"}
+    common |= {"norm": "output_norm.weight", "norm_bias": "output_norm.bias"}
     common |= {"head": "output.weight", "head_bias": "output.bias"}
     derived = r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight"
     return table("GGUF", {**common, **(outside or {})}, "blk.{}.", _with_changes(GGUF_PARTS, changed), derived=derived)

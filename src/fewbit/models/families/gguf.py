@@ -293,6 +293,11 @@ def _layer_norms(
     return {"norm_kind": "layer", "parallel": parallel, "activation": activation, "gated": gated, **others}
 
 
+def _gpt2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    fields = _layer_norms(found, names, activation="gelu_tanh", fused=True)
+    return fields | {"positions": found.context, "nope_layers": tuple(range(found.layers))}
+
+
 def _gptneox(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     parallel = "two_norms" if found.is_parallel else "none"
     return _layer_norms(found, names, activation="gelu", fused=True) | {"parallel": parallel}
@@ -579,6 +584,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "stablelm": functools.partial(_layer_norms, gated=True),
     "nemotron": functools.partial(_layer_norms, activation="relu2"),
     "phi2": functools.partial(_layer_norms, activation="gelu_tanh"),
+    "gpt2": _gpt2,
     "gptneox": _gptneox,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,

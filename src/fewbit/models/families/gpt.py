@@ -234,7 +234,7 @@ def _falcon_table(norms: Mapping[str, str]) -> NameTable:
 _TWO_NORMS = _falcon_table({"attn/norm": "ln_attn", "mlp/norm": "ln_mlp"})
 
 FAMILIES = (
-    Family("gpt2", "GPT-2", _gpt2, _GPT2),
+    Family("gpt2", "GPT-2", _gpt2, _GPT2, gguf="gpt2"),
     Family("opt", "OPT", _opt, _OPT),
     Family("gpt_neox", "GPT-NeoX, Pythia", _gpt_neox, _NEOX, gguf="gptneox"),
     Family(

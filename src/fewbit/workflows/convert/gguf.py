@@ -251,6 +251,10 @@ def _from_hugging_face(
     """The metadata and conversions of a Hugging Face checkpoint. `names` are its names by path, where they differ."""
     package, others = gguf_package(f"writing {model.path} as GGUF"), frozenset(model.others)
     architecture = architecture_of(config)
+    if architecture.is_transposed and model.config is None:
+        raise UnsupportedError(
+            f"{model.path} stores weights [in, out], which are not transposed: the decoder does not run it ({model.why_not_run})"
+        )
     by_name = {names.get(path, path): info for path, info in model.info.items() if path not in others}
     conversion = Conversion(architecture, config, package, is_permuted and architecture.is_permuted, ternary)
     conversion.check_names(by_name)
