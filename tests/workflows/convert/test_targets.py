@@ -71,6 +71,9 @@ def test_weights_that_a_checkpoint_has_transposed_are_written_so(tmp_path, to):
     else:
         assert again.load(path).scheme == again.info[path].scheme
         np.testing.assert_array_equal(fb.dequantize(again.load(path)), expected)
+    assert (
+        targets.refusals("gguf", model, workflows.plan_model(model, recipe="q8_0")) == {}
+    )  # which has every weight [out, in]
     for source in (model, again):
         plan = workflows.plan_model(source, recipe="int4_g32" if source is model else "keep")
         if to != "hf" or source is model:

@@ -130,6 +130,8 @@ def refusals(to: str, model: Model, plan: Plan) -> dict[str, str]:
     if to not in ("gguf", *(one.name for one in CONTAINERS)):
         return {}
     found, paths = {}, {model.names.get(path, path): path for path in model.info}
+    if to == "gguf":  # which stores every weight [out, in]
+        model = dataclasses.replace(model, transposed=frozenset())
     for weight in planned_weights(model, plan)[0]:
         reason = why_not_weight(model, weight) if to == "gguf" else container(to).refusal(weight)
         if reason is not None:
