@@ -34,8 +34,6 @@ _AFTER_NORM = {
     "mlp": ("gate", "up", "gate+up", "router", "shared_expert_gate"),
 }
 _IN_BLOCK = ("gate", "up", "gate+up")
-_HOMOGENEOUS = ("relu",)
-"""The activations that let a positive factor through."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +210,10 @@ class _Inputs:
 
     @property
     def is_linear_in_up(self) -> bool:
-        """Whether a positive factor of a row of up is one of the activation. gpt-oss adds 1 to up, and clips it."""
-        activation = self.config.activation
-        return activation != "clamped_swiglu" if self.config.gated else activation in _HOMOGENEOUS
+        """Whether the input of down grows with a positive factor of up. gpt-oss adds 1 to up and clips it."""
+        if self.config.gated:
+            return self.config.activation != "clamped_swiglu"
+        return self.config.activation == "relu"
 
     def hidden(self, at: str) -> ScalableInput:
         """The input of down, whose rows of up are divided."""

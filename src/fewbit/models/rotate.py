@@ -112,7 +112,7 @@ def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""
     matrix, and the configuration untied (unless the last gain is all ones). Computed in float64 on the host, and rounded
     once to float32: logits agree to float32 rounding.
 
-    Where norms are LayerNorms, Q leaves the mean of the stream as it is: `Q 1 = 1`. A bias b after the gain becomes `(b / gain) Q`.
+    Where norms are LayerNorms, Q preserves the mean of the stream, `Q 1 = 1`. A bias b becomes `(b / gain) Q`.
 
     Where blocks have norms on their outputs (Gemma 2 and 3, OLMo 2), the gain comes after the last weight, and no weight can
     rotate what it scales. Then Q is a Hadamard matrix H with random signs s on its rows, the decoder multiplies the outputs by H

@@ -86,8 +86,8 @@ def resolved(
         policy = _carried_policy(weight, other)
     elif isinstance(weight, QArray) and weight.scheme.format != policy.weight.format:
         raise QuantError(
-            f"the policy is {policy}, but the weight is a QArray of {weight.scheme.name}, which is used as it is; pass a policy with "
-            "that scheme, or fb.dequantize the weight"
+            f"the policy is {policy}, but the weight is quantized already, to {weight.scheme.name}; pass a policy with that scheme, or "
+            "fb.dequantize the weight"
         )
     refuse_unless_key(key)
     if key is None:

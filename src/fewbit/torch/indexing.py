@@ -84,7 +84,7 @@ def _at_index_array(q: QTensor, indices: Sequence[Any]) -> QTensor:
 
 
 def _as_tensor(step: Any, q: QTensor) -> Any:
-    """A list, range or NumPy array of integers as a tensor, as PyTorch takes it; anything else as it is."""
+    """A list, range or NumPy array of integers as a tensor, like PyTorch; any other index unchanged."""
     if isinstance(step, np.ndarray) and step.ndim and step.dtype.kind in "iu":
         return torch.as_tensor(step.astype(np.int64), device=q.device)
     if isinstance(step, list | range) and all(isinstance(one, int) and not isinstance(one, bool) for one in step):

@@ -510,6 +510,8 @@ def test_decoders_with_layer_norms():
         ("falcon", {"alibi": True}),
         ("falcon", {"num_ln_in_parallel_attn": 2}),
         ("stablelm", {"qk_layernorm": True}),
+        ("stablelm", {"rope_pct": 0.5}),
+        ("nemotron", {"rope_percent": 0.25}),
         ("phi", {"qk_layernorm": True}),
         ("cohere", {"use_qk_norm": True}),
         ("cohere2", {"use_parallel_block": False}),

@@ -28,6 +28,7 @@ from fewbit.workflows.methods.calibrated import calibrated_weights
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.model import Model
 from tests.nets.random_decoder import (
+    BY_HEAD,
     FEATURES,
     LATENT,
     LINEAR,
@@ -50,6 +51,7 @@ CONFIGS = {
     "latent": LATENT,
     "linear": ONE_LINEAR,
     "mamba": dataclasses.replace(MAMBA, layers=2, nope_layers=(), mamba=dataclasses.replace(MAMBA.mamba, layers=(0,))),
+    "by head": BY_HEAD,
 }
 
 
@@ -78,7 +80,7 @@ def errors(model, plan, values, tokens) -> float:
     "name",
     [
         "small",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("features", "latent", "linear", "mamba")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("features", "latent", "linear", "mamba", "by head")),
         *(pytest.param(n, marks=pytest.mark.long) for n in ("untied", "others")),
     ],
 )

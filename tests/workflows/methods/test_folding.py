@@ -20,7 +20,17 @@ from fewbit.workflows.methods.calibrated import calibrated_scales, calibrated_we
 from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.folding import scaled_inputs, scaled_model, with_scaling
 from fewbit.workflows.model import Model
-from tests.nets.random_decoder import FEATURES, LATENT, LINEAR, OTHERS, SMALL, SUB_NORMS, UNTIED, compiled_logits
+from tests.nets.random_decoder import (
+    FEATURES,
+    LATENT,
+    LEARNED_POSITIONS,
+    LINEAR,
+    OTHERS,
+    SMALL,
+    SUB_NORMS,
+    UNTIED,
+    compiled_logits,
+)
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.workflows.methods.test_calibrated import data_of, errors, model_of
 
@@ -33,6 +43,7 @@ CONFIGS = {
     "latent": LATENT,
     "linear": LINEAR,
     "sub norms": SUB_NORMS,
+    "learned positions": LEARNED_POSITIONS,
 }
 
 

@@ -11,7 +11,7 @@ from fewbit import workflows
 from fewbit.evaluate.report.facts import MeasuredInputs
 from fewbit.models import forward
 from fewbit.workflows.methods.inputs import measured_inputs, with_expert_tokens
-from tests.nets.random_decoder import FEATURES, SMALL
+from tests.nets.random_decoder import FEATURES, LEARNED_POSITIONS, SMALL
 from tests.workflows.methods.test_calibrated import data_of, model_of
 
 
@@ -41,6 +41,12 @@ def test_inputs_are_those_of_observe(tmp_path):
             float(np.sqrt(np.max(squares) / np.median(np.sqrt(squares)) ** 2)), rel=1e-4
         )
         assert one.peak == one.amax / one.rms
+
+
+def test_blocks_without_a_gate_are_measured(tmp_path):
+    found = measured_inputs(model_of(LEARNED_POSITIONS, tmp_path), data_of(LEARNED_POSITIONS, 2))
+    names = ["attn/q,k,v", "attn/o", "mlp/up", "mlp/down"]
+    assert {one.path for one in found.products} == {f"layers/{i}/{name}" for i in range(3) for name in names}
 
 
 def test_a_plan_says_which_experts_have_no_token(tmp_path):

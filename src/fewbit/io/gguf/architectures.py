@@ -68,8 +68,7 @@ class Architecture:
         has_layer_norms: whether norms are LayerNorms.
         is_transposed: whether checkpoints store weights `[in, out]`.
         is_fused_by_head: whether the fused projection has the rows of each head in turn; GGUF has all queries first.
-        names: what config.json calls the fields of `COMMON` by another name (GPT-2, whose blocks may be four times as wide without a
-            word), by the usual one.
+        names: other names that config.json may have for keys, by the usual ones, which come first.
         defaults: values that config.json may omit.
         assumed: the values of config.json that llama.cpp has built in.
         large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
@@ -103,11 +102,11 @@ class Architecture:
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The content of a config.json, with the values that it may omit."""
-        said = {**self.defaults, **config}
-        if not self.names:
-            return said
-        said |= {ours: said.get(theirs) for ours, theirs in self.names.items()}
-        return said | {"intermediate_size": said["intermediate_size"] or 4 * (said["hidden_size"] or 0)}
+        renamed = {ours: config.get(theirs) for ours, theirs in self.names.items() if config.get(ours) is None}
+        said = {**self.defaults, **config, **{key: value for key, value in renamed.items() if value is not None}}
+        if self.name == "gpt2" and said.get("intermediate_size") is None:
+            said["intermediate_size"] = 4 * said["hidden_size"]
+        return said
 
 
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -290,10 +289,10 @@ ARCHITECTURES = {
             "max_position_embeddings": "n_positions",
         },
         defaults={
-            "n_layer": 12,
-            "n_head": 12,
-            "n_embd": 768,
-            "n_positions": 1024,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "hidden_size": 768,
+            "max_position_embeddings": 1024,
             "layer_norm_epsilon": 1e-5,
             "activation_function": "gelu_new",
             **_TIED,
@@ -309,6 +308,7 @@ ARCHITECTURES = {
         has_layer_norms=True,
         is_fused_by_head=True,
         rotates_part=True,
+        names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "hidden_act": "gelu"},
         # llama.cpp's GELU is the approximation by tanh.
         assumed={**_UNTIED, "hidden_act": ("gelu", *_GELU_TANH["hidden_act"]), "attention_bias": (True,)},

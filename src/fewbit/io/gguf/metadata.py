@@ -301,7 +301,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     given = given.get("full_attention", given)
     converted(given, _Rope, "the rope parameters of config.json")
-    theta = config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
+    theta = config.get("rope_theta") or 10000.0
     original = {}
     if config.get("original_max_position_embeddings") is not None:
         original["original_max_position_embeddings"] = config["original_max_position_embeddings"]
@@ -385,9 +385,7 @@ def _rotary_dim(architecture: Architecture, rope: Mapping[str, Any], config: Map
         return config["rotary_dim"]
     if architecture.has_kinds_of_layers:
         return rotary_dim(config)
-    older = (config.get(name) for name in ("rotary_pct", "rope_pct", "rope_percent"))
-    shares = (rope.get("partial_rotary_factor"), *older, config.get("partial_rotary_factor"))  # the last may be the default
-    share = float(next((one for one in shares if one), 1.0))
+    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
     if share != 1 and not architecture.rotates_part:
         raise UnsupportedError(
             f"config.json has partial_rotary_factor {share}, which transformers ignores in models of {architecture.name}; "

@@ -8,7 +8,7 @@ import msgspec
 from ..._json import Count, Positive
 from ...errors import QuantError
 from ..config import DecoderConfig
-from .family import Family, Number, Windowed, decoder_config, hf_table, read_config, window_fields
+from .family import Family, Number, Windowed, decoder_config, every_nth_full, hf_table, read_config, window_fields
 from .olmo import OUTPUT_NORMS
 
 
@@ -34,7 +34,7 @@ def _layer_types(found: _Exaone) -> list[str]:
     It is `n`, every n-th layer attends to all positions, or letters that repeat, "LLLG" (local, global).
     """
     if isinstance(found.pattern, int) and found.pattern:
-        return ["full_attention" if (i + 1) % found.pattern == 0 else "sliding_attention" for i in range(found.layers)]
+        return every_nth_full(found.layers, found.pattern)
     if not isinstance(found.pattern, str) or not found.pattern or set(found.pattern) - set("LG"):
         raise QuantError(
             f"config.json has sliding_window_pattern = {found.pattern!r}; expected a number of layers, or letters L and G"

@@ -192,10 +192,18 @@ class Windowed(Common, kw_only=True):
     layer_types: list[str] | None = None
 
 
-def read_config(obj: Mapping[str, Any], schema: type[Fields], names: Collection[str]) -> Fields:
+def read_config(
+    obj: Mapping[str, Any], schema: type[Fields], names: Collection[str], unread: Collection[str] = ()
+) -> Fields:
     """Reads a config.json by its family's schema.
 
     A key that the schema does not have is ignored if it does not concern the architecture, or is null, false, 0 or empty.
+
+    Args:
+        obj: the JSON object.
+        schema: the schema.
+        names: the names of the checkpoint's tensors.
+        unread: further keys that published configurations of the family have and transformers does not read.
 
     Raises:
         UnsupportedError: for any other unknown key.
@@ -204,7 +212,7 @@ def read_config(obj: Mapping[str, Any], schema: type[Fields], names: Collection[
     found = converted(obj, schema, "config.json")
     check_layer_count(found.layers, len(names), MANY)
     known = {field.encode_name for field in msgspec.structs.fields(schema)}
-    refuse_unknown(obj, known | _NO_ARCHITECTURE, "config.json")
+    refuse_unknown(obj, known | _NO_ARCHITECTURE | set(unread), "config.json")
     return found
 
 
@@ -291,6 +299,11 @@ _ACTIVATIONS = {
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
     **{name: name for name in ("gelu", "relu", "relu2")},
 }
+
+
+def every_nth_full(layers: int, n: int) -> list[str]:
+    """The `layer_types` of a decoder whose every n-th layer attends to all positions, and the others in a window."""
+    return ["sliding_attention" if (i + 1) % n else "full_attention" for i in range(layers)]
 
 
 def window_fields(layer_types: Sequence[str], window: int | None) -> dict[str, Any]:

@@ -60,14 +60,15 @@ class _Falcon(Common, kw_only=True):
     bias: bool = False
 
 
-_UNREAD = ("n_ctx", "attn_pdrop", "reorder_and_upcast_attn")
-"""Keys of GPT-2 that do not change what is computed, besides those that begin with `summary_`."""
+_UNREAD = (
+    *("n_ctx", "attn_pdrop", "reorder_and_upcast_attn"),
+    *(f"summary_{key}" for key in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")),
+)
+"""Keys of GPT-2 that do not change the logits."""
 
 
 def _gpt2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    found = read_config(
-        {key: obj[key] for key in obj if key not in _UNREAD and not key.startswith("summary_")}, _Gpt2, names
-    )
+    found = read_config(obj, _Gpt2, names, _UNREAD)
     refuse_unless(found.is_scaled, (True,), "scale_attn_weights")
     refuse_unless(found.by_layer, (False,), "scale_attn_by_inverse_layer_idx")
     return decoder_config(
@@ -83,7 +84,7 @@ def _gpt2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 def _opt(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """OPT. Two rows of its embedding of positions come before the first position."""
-    found = read_config({key: obj[key] for key in obj if key != "prefix"}, _Opt, names)
+    found = read_config(obj, _Opt, names, ("prefix",))
     refuse_unless(found.embed_width or found.width, (found.width,), "word_embed_proj_dim")
     refuse_unless(found.norm_first, (True,), "do_layer_norm_before")
     refuse_unless(found.has_gains, (True,), "layer_norm_elementwise_affine")
@@ -115,9 +116,7 @@ def _gpt_neox(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 def _falcon(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Falcon. The older models have one head of keys, or as many as of queries; the newer ones say how many."""
-    found = read_config(
-        {key: obj[key] for key in obj if key != "ff_factor"}, _Falcon, names
-    )  # which ffn_hidden_size says, too
+    found = read_config(obj, _Falcon, names, ("ff_factor",))  # ffn_hidden_size says the same
     refuse_unless(found.alibi, (False,), "alibi")
     if found.is_new and not found.is_parallel:
         raise UnsupportedError("config.json has new_decoder_architecture, but not parallel_attn")

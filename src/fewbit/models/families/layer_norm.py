@@ -7,7 +7,18 @@ import msgspec
 
 from ..._json import Count, Positive
 from ..config import DecoderConfig
-from .family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, refuse_unless, window_fields
+from .family import (
+    Common,
+    Family,
+    Number,
+    Windowed,
+    decoder_config,
+    every_nth_full,
+    hf_table,
+    read_config,
+    refuse_unless,
+    window_fields,
+)
 
 
 class _StarCoder2(Windowed, kw_only=True):
@@ -49,11 +60,8 @@ class _Cohere2(_Cohere, kw_only=True):
     use_embedding_sharing: bool = True
     use_gated_activation: bool = True
     use_parallel_block: bool = True
-    use_parallel_embedding: bool = False
     position_embedding_type: str = "rope_gptj"
     rotary_pct: Number = 1.0
-    order_of_interleaved_layers: str | None = None
-    layer_switch: Positive | None = None
 
 
 _UNREAD = (
@@ -64,15 +72,16 @@ _UNREAD = (
 
 
 def _starcoder2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    found = read_config({key: obj[key] for key in obj if key not in _UNREAD}, _StarCoder2, names)
+    found = read_config(obj, _StarCoder2, names, _UNREAD)
     biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), found.bias)
     return decoder_config(found, norm_kind="layer", norm_bias=True, gated=False, window=found.window or 0, **biases)
 
 
 def _stablelm(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    found = read_config({key: obj[key] for key in obj if key not in _UNREAD}, _StableLM, names)
+    found = read_config(obj, _StableLM, names, _UNREAD)
     refuse_unless(found.has_norms, (False,), "qk_layernorm")
-    found.partial_rotary = found.partial_rotary or found.rotary_part or 0.25
+    found.partial_rotary = found.partial_rotary or 0.25
+    refuse_unless(found.rotary_part, (None, found.partial_rotary), "rope_pct")  # which transformers does not read
     parallel = "one_norm" if found.is_parallel else "none"
     return decoder_config(
         found, rotates_part=True, norm_kind="layer", norm_bias=True, qkv_bias=found.qkv_bias, parallel=parallel
@@ -82,7 +91,8 @@ def _stablelm(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 def _nemotron(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Nemotron 3 and 4, and Minitron. The gains of its norms are stored less 1."""
     found = read_config(obj, _Nemotron, names)
-    found.partial_rotary = found.partial_rotary or found.rotary_part or 0.5
+    found.partial_rotary = found.partial_rotary or 0.5
+    refuse_unless(found.rotary_part, (None, found.partial_rotary), "rope_percent")  # which transformers does not read
     biases = {"qkv_bias": found.attention_bias, "o_bias": found.attention_bias, "mlp_bias": found.mlp_bias}
     return decoder_config(
         found, rotates_part=True, norm_kind="layer", norm_bias=True, norm_offset=1.0, gated=False, **biases
@@ -96,18 +106,14 @@ def _cohere(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 def _cohere2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Command R7B and A, whose layers without a window have no rotary embedding."""
-    found = read_config(obj, _Cohere2, names)
+    found = read_config(obj, _Cohere2, names, ("use_parallel_embedding", "order_of_interleaved_layers", "layer_switch"))
     for key in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block"):
         refuse_unless(getattr(found, key), (True,), key)
     refuse_unless(found.position_embedding_type, ("rope_gptj",), "position_embedding_type")
     refuse_unless(found.rotary_pct, (1.0,), "rotary_pct")
-    kinds = ("full_attention", "sliding_attention")
-    windows = window_fields(
-        found.layer_types or [kinds[(i + 1) % found.pattern != 0] for i in range(found.layers)], found.window
-    )
-    has_window = windows.get("window_layers", ()) or (range(found.layers) if windows else ())
-    nope = tuple(i for i in range(found.layers) if i not in has_window)
-    return decoder_config(found, **_shared_fields(found), **windows, nope_layers=nope)
+    kinds = found.layer_types or every_nth_full(found.layers, found.pattern)
+    nope = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    return decoder_config(found, **_shared_fields(found), **window_fields(kinds, found.window), nope_layers=nope)
 
 
 def _shared_fields(found: _Cohere) -> dict[str, Any]:

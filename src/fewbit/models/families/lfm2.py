@@ -1,6 +1,6 @@
 """LFM2 and LFM2-MoE: gated short convolutions in place of most attention."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,30 +13,29 @@ from .experts import expert_layout
 from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
-class _Lfm2(Common, kw_only=True):
-    hidden: Positive = msgspec.field(name="intermediate_size", default=12288)
+class _ShortConv(Common, kw_only=True):
+    """The schema of decoders with short convolutions."""
+
     norm_eps: Number = msgspec.field(name="norm_eps", default=1e-5)
     kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
     tied: bool = msgspec.field(name="tie_word_embeddings", default=True)
     tied_before: bool | None = msgspec.field(name="tie_embedding", default=None)
+    kernel: Positive = msgspec.field(name="conv_L_cache", default=3)
+    conv_bias: bool = False
+
+
+class _Lfm2(_ShortConv, kw_only=True):
+    hidden: Positive = msgspec.field(name="intermediate_size", default=12288)
     hidden_before: Positive | None = msgspec.field(name="block_ff_dim", default=None)
     is_adjusted: bool = msgspec.field(name="block_auto_adjust_ff_dim", default=True)
     factor: Number | None = msgspec.field(name="block_ffn_dim_multiplier", default=1.0)
     multiple: Positive = msgspec.field(name="block_multiple_of", default=256)
-    kernel: Positive = msgspec.field(name="conv_L_cache", default=3)
-    conv_bias: bool = False
     kinds: list[str] | None = msgspec.field(name="layer_types", default=None)
     attention: list[Count] | None = msgspec.field(name="full_attn_idxs", default=None)
 
 
-class _Lfm2Moe(Common, kw_only=True):
+class _Lfm2Moe(_ShortConv, kw_only=True):
     hidden: Positive = msgspec.field(name="intermediate_size", default=7168)
-    norm_eps: Number = msgspec.field(name="norm_eps", default=1e-5)
-    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
-    tied: bool = msgspec.field(name="tie_word_embeddings", default=True)
-    tied_before: bool | None = msgspec.field(name="tie_embedding", default=None)
-    kernel: Positive = msgspec.field(name="conv_L_cache", default=3)
-    conv_bias: bool = False
     kinds: list[str] = msgspec.field(name="layer_types")
     dense: Count = msgspec.field(name="num_dense_layers", default=2)
     experts: Positive = msgspec.field(name="num_experts", default=32)
@@ -55,45 +54,42 @@ _UNREAD = (
 
 
 def _lfm2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    found = read_config({key: obj[key] for key in obj if key not in _UNREAD}, _Lfm2, names)
-    kinds = lfm2_layer_types(found.kinds, found.attention, found.layers)
-    layers = layers_with_state(kinds, found.layers, LFM2)
+    found = read_config(obj, _Lfm2, names, _UNREAD)
     given = found.hidden_before or found.hidden
-    return decoder_config(
-        found,
-        theta=1e6,
-        hidden=lfm2_hidden(given, is_adjusted=found.is_adjusted, factor=found.factor, multiple=found.multiple),
-        tied=found.tied if found.tied_before is None else found.tied_before,
-        qk_norm="head",
-        short_conv=ShortConvolution(layers, found.width, found.kernel, found.conv_bias) if layers else None,
-    )
+    hidden = lfm2_hidden(given, is_adjusted=found.is_adjusted, factor=found.factor, multiple=found.multiple)
+    return _with_convolutions(found, lfm2_layer_types(found.kinds, found.attention, found.layers), hidden=hidden)
 
 
 def _lfm2_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """LFM2 with experts in all but the first layers, whose router is DeepSeek-V3's."""
-    found = read_config({key: obj[key] for key in obj if key not in _UNREAD}, _Lfm2Moe, names)
+    found = read_config(obj, _Lfm2Moe, names, _UNREAD)
     refuse_unless(found.has_bias, (True,), "use_expert_bias")
-    layers = layers_with_state(found.kinds, found.layers, LFM2)
-    experts = None
-    if found.dense < found.layers:
-        experts = Experts(
-            found.experts,
-            found.active,
-            found.expert_hidden,
-            normalized=found.normalized,
-            layers=tuple(range(found.dense, found.layers)) if found.dense else (),
-            scores="sigmoid",
-            scale=found.scale,
-            sum_eps=1e-6,
-            layout=expert_layout(names),
-        )
+    if found.dense >= found.layers:
+        return _with_convolutions(found, found.kinds)
+    experts = Experts(
+        found.experts,
+        found.active,
+        found.expert_hidden,
+        normalized=found.normalized,
+        layers=tuple(range(found.dense, found.layers)) if found.dense else (),
+        scores="sigmoid",
+        scale=found.scale,
+        sum_eps=1e-6,
+        layout=expert_layout(names),
+    )
+    return _with_convolutions(found, found.kinds, experts=experts)
+
+
+def _with_convolutions(found: _ShortConv, kinds: Sequence[str], **settings: Any) -> DecoderConfig:
+    """The configuration of the shared fields, and of short convolutions in the layers of that kind."""
+    layers = layers_with_state(kinds, found.layers, LFM2)
     return decoder_config(
         found,
         theta=1e6,
         tied=found.tied if found.tied_before is None else found.tied_before,
         qk_norm="head",
-        experts=experts,
         short_conv=ShortConvolution(layers, found.width, found.kernel, found.conv_bias) if layers else None,
+        **settings,
     )
 
 

@@ -9,7 +9,17 @@ from ..._json import Count, Positive
 from ..config import DecoderConfig
 from ..part_configs import Experts
 from .experts import expert_layout, expert_names
-from .family import Common, Family, Number, decoder_config, hf_table, read_config, rope_by_kind, window_fields
+from .family import (
+    Common,
+    Family,
+    Number,
+    decoder_config,
+    every_nth_full,
+    hf_table,
+    read_config,
+    rope_by_kind,
+    window_fields,
+)
 
 
 class _Olmo2(Common, kw_only=True):
@@ -35,8 +45,7 @@ def _olmo2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 def _olmo3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Olmo3, names)
-    kinds = ("full_attention", "sliding_attention")
-    windows = window_fields(found.layer_types or [kinds[(i + 1) % 4 != 0] for i in range(found.layers)], found.window)
+    windows = window_fields(found.layer_types or every_nth_full(found.layers, 4), found.window)
     theta = found.rope_theta or 500_000.0
     return decoder_config(
         found, norms="post", **_shared_fields(found), **windows, **rope_by_kind(found, theta=theta, window_theta=theta)

@@ -1,4 +1,4 @@
-"""Names of modules: those that an engine must leave in float, and output layers with two names."""
+"""Names of modules: those left in float, and output layers with two names."""
 
 from collections.abc import Collection, Sequence
 

@@ -160,9 +160,8 @@ def gathered(eqn: jex_core.JaxprEqn, leaf: jax.Array, indices: jax.Array, tiles:
                 f"the gather takes {sizes[axis]} of {shape[axis]} elements of axis {axis}; one or all can be taken"
             )
         own[axis] = 1
-    if taken and all(
-        leaf.shape[axis] == 1 and tiles[axis] != 1 for axis in taken
-    ):  # codes, of tiles of 1, are taken for each index
+    # Codes have tiles of 1, and are taken for each index although their axis may have length 1.
+    if taken and all(leaf.shape[axis] == 1 and tiles[axis] != 1 for axis in taken):
         indices = jnp.zeros((*(1 for _ in indices.shape[:-1]), indices.shape[-1]), indices.dtype)
     at = []
     for place, axis in enumerate(numbers.start_index_map):
