@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fewbit.models.families.gguf import ARCHITECTURES
+from fewbit.models.families.gguf.config import ARCHITECTURES
 from fewbit.models.families.table import FAMILIES
 from fewbit.models.roles.families import families
 

@@ -163,11 +163,14 @@ SUITES = (
         "models/families/test_family.py",
         "config.json of every family by transformers'",
         {
-            "models/families": "bitnet deepseek ernie exaone experts gemma glm gpt gpt_oss granite layer_norm lfm2 llama olmo phi qwen "
-            "rope seed smollm"
+            "models/families": "experts rope",
+            "models/families/dense": "bitnet ernie exaone gemma llama olmo phi seed smollm",
+            "models/families/layer_norm": "cohere gpt nemotron stablelm starcoder",
+            "models/families/mixtures": "deepseek glm gpt_oss",
+            "models/families/hybrids": "granite lfm2 qwen",
         },
     ),
-    Suite("models/families/test_gguf.py", "metadata of every architecture", {"models/families": "gguf_metadata"}),
+    Suite("models/families/gguf/test_config.py", "metadata of every architecture", {"models/families/gguf": "metadata"}),
     Suite("models/roles/test_checkpoint.py", "roles of tensors", {"models/roles": "families modules"}),
     # Workflows and the command line.
     Suite(

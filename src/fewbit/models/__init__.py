@@ -12,7 +12,7 @@ from .decoder import stack_layers as stack_layers
 from .families.family import GGUF as GGUF
 from .families.family import HUGGING_FACE as HUGGING_FACE
 from .families.family import Family as Family
-from .families.gguf import config_from_gguf as config_from_gguf
+from .families.gguf.config import config_from_gguf as config_from_gguf
 from .families.glassllm import GLASSLLM as GLASSLLM
 from .families.glassllm import config_from_glassllm as config_from_glassllm
 from .families.table import FAMILIES as FAMILIES

@@ -13,7 +13,7 @@ from ..errors import QuantError, UnsupportedError
 from ..io.checkpoint import Checkpoint, Tensors
 from ..io.read import read
 from ..models.config import DecoderConfig
-from ..models.families.gguf import config_from_gguf, gguf_table_of
+from ..models.families.gguf.config import config_from_gguf, gguf_table_of
 from ..models.families.glassllm import GLASSLLM, config_from_glassllm
 from ..models.families.multimodal import decoder_of
 from ..models.installed import glassllm_npz, minilm_directory, smollm2_gguf

@@ -3,7 +3,7 @@
 from .family import GGUF as GGUF
 from .family import HUGGING_FACE as HUGGING_FACE
 from .family import Family as Family
-from .gguf import config_from_gguf as config_from_gguf
+from .gguf.config import config_from_gguf as config_from_gguf
 from .glassllm import GLASSLLM as GLASSLLM
 from .glassllm import config_from_glassllm as config_from_glassllm
 from .table import FAMILIES as FAMILIES

@@ -55,6 +55,12 @@ HF_PARTS = {
 }
 """The names of the parts of a layer in Hugging Face files that most families share."""
 
+OUTPUT_NORMS = {
+    "attn/post_norm": "post_attention_layernorm.weight",
+    "mlp/post_norm": "post_feedforward_layernorm.weight",
+}
+"""The names of norms on the outputs of blocks."""
+
 
 _INVERSE_FREQUENCIES = r"model\.(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 _CACHE_RANGES = r"model\.layers\.\d+\.self_attn\.(?:(?:qkv?|[kv])_proj\.)?(?:[qkv]|kv|prob)_(?:scale|zero_point)"

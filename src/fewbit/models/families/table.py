@@ -9,32 +9,17 @@ from ..._json import converted
 from ..._registry import near_names
 from ...errors import UnsupportedError
 from ..config import DecoderConfig
-from . import (
-    bitnet,
-    deepseek,
-    ernie,
-    exaone,
-    gemma,
-    glm,
-    gpt,
-    gpt_oss,
-    granite,
-    layer_norm,
-    lfm2,
-    llama,
-    olmo,
-    phi,
-    qwen,
-    seed,
-    smollm,
-)
+from .dense import bitnet, ernie, exaone, gemma, llama, olmo, phi, seed, smollm
 from .family import Family
+from .hybrids import granite, lfm2, qwen
+from .layer_norm import cohere, gpt, nemotron, stablelm, starcoder
+from .mixtures import deepseek, glm, gpt_oss
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for module in (
         *(llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss, deepseek, glm, seed, exaone, ernie, bitnet, lfm2),
-        *(layer_norm, gpt),
+        *(starcoder, stablelm, nemotron, cohere, gpt),
     )
     for family in module.FAMILIES
 }

@@ -24,7 +24,7 @@ from ...io.gguf.vocabulary import tokenizer_fields
 from ...io.gguf.writer import GGUFWriter
 from ...io.journal import Journal
 from ...models.families.family import HUGGING_FACE
-from ...models.families.gguf import gguf_table_of
+from ...models.families.gguf.config import gguf_table_of
 from ...models.families.multimodal import language_config
 from ...models.families.table import family_of
 from ...recipe.role import Role

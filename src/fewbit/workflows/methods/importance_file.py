@@ -16,7 +16,7 @@ from ...io.gguf.imatrix import ImportanceMatrix, read_imatrix
 from ...io.gguf.layers.linear_attention import LinearHeads
 from ...methods.imatrix import IMatrix
 from ...models.families.family import GGUF
-from ...models.families.gguf import gguf_table_of
+from ...models.families.gguf.config import gguf_table_of
 from ...models.families.multimodal import language_config
 from ...models.families.table import family_of
 from ...recipe.method import AbstractMethod

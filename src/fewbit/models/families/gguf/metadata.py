@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive, converted
-from ...errors import QuantError
-from .family import Number
+from ...._json import Count, Positive, converted
+from ....errors import QuantError
+from ..family import Number
 
 WHERE = "the GGUF metadata"
 """Where a field stands, for messages."""

@@ -5,12 +5,12 @@ from typing import Any
 
 import msgspec
 
-from ..._hybrids import LFM2, layers_with_state, lfm2_hidden, lfm2_layer_types
-from ..._json import Count, Positive
-from ..config import DecoderConfig
-from ..part_configs import Experts, ShortConvolution
-from .experts import expert_layout
-from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
+from ...._hybrids import LFM2, layers_with_state, lfm2_hidden, lfm2_layer_types
+from ...._json import Count, Positive
+from ...config import DecoderConfig
+from ...part_configs import Experts, ShortConvolution
+from ..experts import expert_layout
+from ..family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
 class _ShortConv(Common, kw_only=True):

@@ -5,11 +5,20 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ...errors import QuantError
-from ..config import DecoderConfig
-from .family import Family, Number, Windowed, decoder_config, every_nth_full, hf_table, read_config, window_fields
-from .olmo import OUTPUT_NORMS
+from ...._json import Count, Positive
+from ....errors import QuantError
+from ...config import DecoderConfig
+from ..family import (
+    OUTPUT_NORMS,
+    Family,
+    Number,
+    Windowed,
+    decoder_config,
+    every_nth_full,
+    hf_table,
+    read_config,
+    window_fields,
+)
 
 
 class _Exaone(Windowed, kw_only=True):

@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ..config import DecoderConfig
-from ..part_configs import Experts
-from .family import (
+from ...._json import Count, Positive
+from ...config import DecoderConfig
+from ...part_configs import Experts
+from ..family import (
     SECOND_NORM,
     Family,
     Number,

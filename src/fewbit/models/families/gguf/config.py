@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._json import converted
-from ..._registry import near_names
-from ...array.qarray import QArray
-from ...errors import QuantError, UnsupportedError
-from ...kernels.quantize.dispatch import dequantize
-from ..attention.rope_scaling import Linear, LongRope, Proportional, RopeScaling, Yarn, yarn_gain
-from ..config import DecoderConfig
-from ..names import NameTable, check_layer_count
-from ..part_configs import (
+from ...._json import converted
+from ...._registry import near_names
+from ....array.qarray import QArray
+from ....errors import QuantError, UnsupportedError
+from ....kernels.quantize.dispatch import dequantize
+from ...attention.rope_scaling import Linear, LongRope, Proportional, RopeScaling, Yarn, yarn_gain
+from ...config import DecoderConfig
+from ...names import NameTable, check_layer_count
+from ...part_configs import (
     Experts,
     FullAttention,
     LatentAttention,
@@ -26,9 +26,9 @@ from ..part_configs import (
     SharedKeys,
     ShortConvolution,
 )
-from .family import GGUF, MANY, refuse_unless
-from .gguf_metadata import KEYS, WHERE, GGUFMetadata, read_metadata
-from .table import FAMILIES
+from ..family import GGUF, MANY, refuse_unless
+from ..table import FAMILIES
+from .metadata import KEYS, WHERE, GGUFMetadata, read_metadata
 
 Fields = Mapping[str, Any]
 Tensors = Collection[str] | Mapping[str, Any]

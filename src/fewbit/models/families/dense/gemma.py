@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ...errors import QuantError, UnsupportedError
-from ..config import DecoderConfig
-from ..part_configs import Experts, FullAttention, PerLayerInputs, SharedKeys
-from .family import (
+from ...._json import Count, Positive
+from ....errors import QuantError, UnsupportedError
+from ...config import DecoderConfig
+from ...part_configs import Experts, FullAttention, PerLayerInputs, SharedKeys
+from ..family import (
     Common,
     Family,
     Number,

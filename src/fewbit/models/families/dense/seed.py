@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Positive
-from ..config import DecoderConfig
-from .family import SECOND_NORM, Common, Family, decoder_config, read_config
+from ...._json import Positive
+from ...config import DecoderConfig
+from ..family import SECOND_NORM, Common, Family, decoder_config, read_config
 
 
 class _SeedOss(Common, kw_only=True):

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ..attention.rope_scaling import Yarn, yarn_gain
-from ..config import DecoderConfig
-from ..part_configs import Experts, LatentAttention
-from .experts import ROUTED_NAMES, Routed, routed_experts
-from .family import Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
+from ...._json import Count, Positive
+from ...attention.rope_scaling import Yarn, yarn_gain
+from ...config import DecoderConfig
+from ...part_configs import Experts, LatentAttention
+from ..experts import ROUTED_NAMES, Routed, routed_experts
+from ..family import Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
 class _DeepSeek(Routed, kw_only=True):

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from ..._hybrids import GRANITE_4, layers_with_state
-from ..._json import Count, Positive
-from ...errors import QuantError
-from ..config import DecoderConfig
-from ..part_configs import Experts, Mamba2
-from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
+from ...._hybrids import GRANITE_4, layers_with_state
+from ...._json import Count, Positive
+from ....errors import QuantError
+from ...config import DecoderConfig
+from ...part_configs import Experts, Mamba2
+from ..family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
 class _Granite(Common, kw_only=True):

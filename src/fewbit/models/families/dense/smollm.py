@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Positive
-from ..config import DecoderConfig
-from .family import Family, Windowed, decoder_config, read_config, window_fields
+from ...._json import Positive
+from ...config import DecoderConfig
+from ..family import Family, Windowed, decoder_config, read_config, window_fields
 
 
 class _SmolLM3(Windowed, kw_only=True):

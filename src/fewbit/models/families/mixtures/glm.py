@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ..config import DecoderConfig
-from ..part_configs import Experts
+from ...._json import Count, Positive
+from ...config import DecoderConfig
+from ...part_configs import Experts
+from ..experts import MIXTRAL_NAMES, ROUTED_NAMES, Routed, routed_experts
+from ..family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless, window_fields
 from .deepseek import LATENT_GGUF, LATENT_NAMES, DeepSeekV3, latent_config
-from .experts import MIXTRAL_NAMES, ROUTED_NAMES, Routed, routed_experts
-from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless, window_fields
 
 
 class _Glm4(Common, kw_only=True):

@@ -5,11 +5,12 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ..config import DecoderConfig
-from ..part_configs import Experts
-from .experts import expert_layout, expert_names
-from .family import (
+from ...._json import Count, Positive
+from ...config import DecoderConfig
+from ...part_configs import Experts
+from ..experts import expert_layout, expert_names
+from ..family import (
+    OUTPUT_NORMS,
     Common,
     Family,
     Number,
@@ -62,12 +63,6 @@ def _shared_fields(found: _Olmo2) -> dict[str, Any]:
     """The fields of the norms of q and k, and of biases."""
     return {"qk_norm": "projection", "qkv_bias": found.attention_bias, "o_bias": found.attention_bias}
 
-
-OUTPUT_NORMS = {
-    "attn/post_norm": "post_attention_layernorm.weight",
-    "mlp/post_norm": "post_feedforward_layernorm.weight",
-}
-"""The names of norms on the outputs of blocks."""
 
 FAMILIES = (
     Family("olmo2", "OLMo 2", _olmo2, hf_table(OUTPUT_NORMS), gguf="olmo2"),

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ..config import DecoderConfig
-from ..part_configs import Experts
-from .experts import MIXTRAL_NAMES
-from .family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, window_fields
+from ...._json import Count, Positive
+from ...config import DecoderConfig
+from ...part_configs import Experts
+from ..experts import MIXTRAL_NAMES
+from ..family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, window_fields
 
 
 class _Llama(Common, kw_only=True):

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ...errors import QuantError
-from ..config import DecoderConfig
-from ..part_configs import Experts, LinearAttention, LinearLayout
-from .experts import expert_layout, expert_names
-from .family import (
+from ...._json import Count, Positive
+from ....errors import QuantError
+from ...config import DecoderConfig
+from ...part_configs import Experts, LinearAttention, LinearLayout
+from ..experts import expert_layout, expert_names
+from ..family import (
     Common,
     Family,
     Windowed,
@@ -22,7 +22,7 @@ from .family import (
     refuse_unless,
     window_fields,
 )
-from .rope import without_images
+from ..rope import without_images
 
 
 class _Qwen2(Windowed, kw_only=True):

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Count, Positive
-from ...errors import UnsupportedError
-from ..config import DecoderConfig
-from ..names import NameTable
-from .family import Common, Family, Number, decoder_config, read_config, refuse_unless, table
+from ...._json import Count, Positive
+from ....errors import UnsupportedError
+from ...config import DecoderConfig
+from ...names import NameTable
+from ..family import Common, Family, Number, decoder_config, read_config, refuse_unless, table
 
 
 class _Gpt2(Common, kw_only=True):

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Positive
-from ..config import DecoderConfig
-from .family import (
+from ...._json import Positive
+from ...config import DecoderConfig
+from ..family import (
     Common,
     Family,
     Number,

@@ -1,0 +1,1 @@
+"""Decoders with RMS norms and one feed-forward block."""

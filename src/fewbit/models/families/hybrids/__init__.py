@@ -1,0 +1,1 @@
+"""Decoders whose layers are of several kinds."""
