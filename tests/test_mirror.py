@@ -166,7 +166,7 @@ SUITES = (
             "models/families": "experts rope",
             "models/families/dense": "bitnet ernie exaone gemma llama olmo phi seed smollm",
             "models/families/layer_norm": "cohere gpt nemotron stablelm starcoder",
-            "models/families/mixtures": "deepseek glm gpt_oss",
+            "models/families/mixtures": "deepseek glm gpt_oss hunyuan",
             "models/families/hybrids": "granite lfm2 qwen",
         },
     ),

@@ -4,6 +4,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST_OF_LINE = r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PHRASES = r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
 _MARKED_WORDS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _MARKED_REST = r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -28,6 +29,9 @@ SPLITS = {
     ("digits", "bytes"): "smollm",
     (f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1,3}}{_REST}",): "dbrx",
     (f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{_REST}",): "qwen2",
+    (
+        f"{_CONTRACTIONS}|{_PHRASES}|\\p{{N}}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]?|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+",
+    ): "exaone-moe",
     (f"{_CONTRACTIONS}|{_MARKED_WORDS}|\\p{{N}}{_MARKED_REST}",): "qwen35",
     (f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1}}{_REST_OF_LINE}",): "seed-coder",
     (f"{_cased('')}|\\p{{N}}{_REST_SLASH}",): "tekken",

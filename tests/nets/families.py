@@ -332,6 +332,69 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4ForCausalLM", {**WIDE, "sliding_window": 6, "layer_types": _ALTERNATING}),
     "exaone4-full": ("Exaone4ForCausalLM", {**WIDE, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {**SIZES, "use_bias": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **WIDE,
+            "num_hidden_layers": 4,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1ForCausalLM",
+        {
+            **SIZES,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1ForCausalLM",
+        {
+            **SIZES,
+            "num_experts": 4,
+            "moe_topk": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "hy_v3": (
+        "HYV3ForCausalLM",
+        {**SIZES, **_EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True},
+    ),
+    "exaone_moe": (
+        "ExaoneMoeForCausalLM",
+        {**SIZES, **_EXPERTS, "sliding_window": 6, "layer_types": _ALTERNATING, "n_group": 2, "topk_group": 1},
+    ),
+    "solar_open": (
+        "SolarOpenForCausalLM",
+        {**{name: value for name, value in _ROUTED.items() if name != "first_k_dense_replace"}, "head_dim": 16},
+    ),
+    "cwm": ("CwmForCausalLM", {**SIZES, "sliding_window": 6}),
+    "flex_olmo": ("FlexOlmoForCausalLM", {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}),
+    "granitemoeshared": (
+        "GraniteMoeSharedForCausalLM",
+        {
+            **WIDE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "granitemoeshared-none": (
+        "GraniteMoeSharedForCausalLM",
+        {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    ),
+    "vaultgemma": ("VaultGemmaForCausalLM", {**SIZES, "sliding_window": 6, "query_pre_attn_scalar": 24}),
+    "youtu": (
+        "YoutuForCausalLM",
+        {name: value for name, value in _DEEPSEEK.items() if name in WIDE or name.endswith(("_dim", "_rank", "_eps"))},
+    ),
     "helium": ("HeliumForCausalLM", {**WIDE, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
     "bitnet": ("BitNetForCausalLM", WIDE),
     "arcee": ("ArceeForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True}),

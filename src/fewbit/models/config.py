@@ -38,8 +38,8 @@ NormKind = Literal["rms", "layer"]
 Parallel = Literal["none", "one_norm", "two_norms"]
 """Whether the feed-forward block reads what attention reads, not its result: through attention's norm (Phi-2), or its own (GPT-NeoX)."""
 
-QKNorm = Literal["none", "head", "projection"]
-"""RMSNorm of queries and keys: over each head (Qwen3), or over the whole projection (OLMo 2)."""
+QKNorm = Literal["none", "head", "rotated_head", "projection"]
+"""RMSNorm of queries and keys: over each head (Qwen3), each head after rotary embedding (Hunyuan), or the whole projection (OLMo 2)."""
 
 Recurrent: TypeAlias = LinearAttention | Mamba2 | ShortConvolution
 """A kind of layer that has a state in place of keys and values."""

@@ -72,9 +72,9 @@ def mixture(
 def _routed(y: Array, mlp: Params, experts: Experts) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """The weights and numbers of each token's active experts."""
     logits = plus_bias(linear(y, mlp["router"], dtype=jnp.float32), mlp, "router")
-    if experts.scores == "sigmoid":
-        scores = jax.nn.sigmoid(logits)
-        corrected = scores + mlp["router_correction_bias"].astype(jnp.float32)[None, None, :]
+    if experts.has_correction:
+        scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        corrected = scores + mlp["router_correction_bias"].astype(jnp.float32).reshape(1, 1, -1)
         _, chosen = lax.top_k(_of_best_groups(corrected, experts, summed=2), experts.active)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if experts.normalized:

@@ -84,6 +84,8 @@ def _rotated_heads(
     if config.qk_norm == "head":
         heads = rms_norm(heads, attn[f"{name}_norm"], config)
     heads = apply_rotary(heads.swapaxes(1, 2), *rotations, config.rope)
+    if config.qk_norm == "rotated_head":
+        heads = rms_norm(heads, attn[f"{name}_norm"], config)
     if name == "q" and config.attention_scale:
         heads = scaled(heads, config.attention_scale * config.head_dim**0.5)
     return heads

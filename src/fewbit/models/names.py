@@ -155,7 +155,7 @@ def _softmax_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield from ((f"attn/{name}_bias", (width,)) for name, width in widths.items())
     if config.qk_norm != "none":
         heads = {"q": config.heads, "k": config.kv_heads} if has_keys else {"q": config.heads}
-        yield from ((f"attn/{name}_norm", (h if config.qk_norm == "head" else n * h,)) for name, n in heads.items())
+        yield from ((f"attn/{name}_norm", (n * h if config.qk_norm == "projection" else h,)) for name, n in heads.items())
     if config.sinks:
         yield "attn/sinks", (config.heads,)
     if config.sub_norms:
@@ -280,8 +280,8 @@ def _expert_shapes(at: str, experts: Experts, D: int, *, is_joined: bool = False
     yield f"{at}/router", (E, D)
     if experts.bias:
         yield f"{at}/router_bias", (E,)
-    if experts.scores == "sigmoid":
-        yield f"{at}/router_correction_bias", (E,)
+    if experts.has_correction:
+        yield f"{at}/router_correction_bias", (1, E) if experts.correction_row else (E,)
     match experts.layout:
         case "separate":
             for e in range(E):

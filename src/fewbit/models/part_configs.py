@@ -8,8 +8,8 @@ from ..errors import QuantError
 ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
 """How a checkpoint stores experts, see `Experts`."""
 
-RouterScores = Literal["softmax", "sigmoid"]
-"""The router's scores of experts; "sigmoid" is DeepSeek-V3's, see `Experts`."""
+RouterScores = Literal["softmax", "sigmoid", "corrected_softmax"]
+"""The router's scores of experts; "sigmoid" is DeepSeek-V3's, and "corrected_softmax" ERNIE's, see `Experts`."""
 
 LinearLayout = Literal["separate", "by_key_head", "gguf", "gguf_tiled"]
 """How a checkpoint stores the projections of linear attention, see `LinearAttention`."""
@@ -20,8 +20,8 @@ class Experts:
     """The mixture of experts in place of a dense feed-forward block.
 
     A token's active experts are those with the largest scores, and their weights the scores: softmax probabilities of the
-    router's logits, or their sigmoids. Sigmoids plus a correction of each expert decide which are the largest, but the
-    correction is no part of the weights (DeepSeek-V3).
+    router's logits, or their sigmoids. With "sigmoid" and "corrected_softmax" the scores plus a correction of each expert decide
+    which are the largest, but the correction is no part of the weights (DeepSeek-V3).
 
     Attributes:
         count: experts of a layer (E).
@@ -29,12 +29,13 @@ class Experts:
         hidden: width of an expert (F).
         normalized: whether the weights of the active experts are divided by their sum.
         layers: the layers that have experts; empty: all.
-        scores: the scores; "sigmoid" has a correction.
+        scores: the scores; all but "softmax" have a correction.
+        correction_row: whether the correction is stored as one row `[1, E]` (ERNIE); else `[E]`.
         groups: groups of consecutive experts; divides `count`.
-        active_groups: the groups that a token's experts are chosen from, those with the largest score, or with "sigmoid"
+        active_groups: the groups that a token's experts are chosen from, those with the largest score, or with a correction
             the largest sum of two scores.
         scale: multiplies the weights.
-        sum_eps: with "sigmoid", added to the sum that they are divided by.
+        sum_eps: with a correction, added to the sum that they are divided by.
         shared_hidden: width of an expert that every token passes; 0: none.
         shared_gate: whether a sigmoid gate scales the shared expert.
         bias: whether router and experts have biases.
@@ -56,6 +57,7 @@ class Experts:
     normalized: bool = True
     layers: tuple[int, ...] = ()
     scores: RouterScores = "softmax"
+    correction_row: bool = False
     groups: int = 1
     active_groups: int = 1
     scale: float = 1.0
@@ -84,6 +86,11 @@ class Experts:
         self._check_groups()
 
     @property
+    def has_correction(self) -> bool:
+        """Whether a correction of each expert is added to the scores to find the largest ones."""
+        return self.scores != "softmax"
+
+    @property
     def part(self) -> str:
         """The part of a layer that has their parameters."""
         return "moe" if self.beside_dense else "mlp"
@@ -99,8 +106,10 @@ class Experts:
             raise QuantError(
                 f"experts.active is {self.active}, more than {self.active_groups} groups of {size} experts have"
             )
-        if self.groups > 1 and self.scores == "sigmoid" and size < 2:
-            raise QuantError("experts.groups have one expert each; sigmoid scores of two are summed, so two are expected")
+        if self.groups > 1 and self.has_correction and size < 2:
+            raise QuantError(
+                "experts.groups have one expert each; the corrected scores of two are summed, so two are expected"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ LLAMA3_ROPE = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0}
 _LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -191,6 +192,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA3_ROPE}),
     "exaone4-64": ("exaone4", {"sliding_window": 8, "num_hidden_layers": 64, "hidden_size": 32, "intermediate_size": 32}),
     "ernie4-5": ("ernie4_5", {"head_dim": 32}),
+    "ernie4-5-moe": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    ),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32, "rope_parameters": _ALPHA}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    "exaone-moe": (
+        "exaone_moe",
+        {
+            "num_hidden_layers": 5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 2,
+            "sliding_window": 8,
+        },
+    ),
+    "solar-open": (
+        "solar_open",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "head_dim": 32,
+            "routed_scaling_factor": 2.0,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 32}),
     "glm4-moe": ("glm4_moe", {**_ROUTED, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "glm4-moe-plain": ("glm4_moe", {**_ROUTED, "head_dim": 32, "norm_topk_prob": False}),
@@ -216,6 +244,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.5,
             "logits_scaling": 4.0,
+        },
+    ),
+    "granite-moe-shared": (
+        "granitemoeshared",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
         },
     ),
     "granite-hybrid": ("granitemoehybrid", {**_HYBRID, "num_local_experts": 0}),

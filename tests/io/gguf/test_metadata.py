@@ -66,6 +66,12 @@ def test_fields_of_other_families():
         and not found["gptneox-sequential"]["gptneox.use_parallel_residual"]
     )
     assert [found[name][f"{name}.rope.dimension_count"] for name in ("gptneox", "stablelm", "phi2")] == [4, 4, 8]
+    assert found["ernie4-5-moe"]["ernie4_5-moe.expert_shared_feed_forward_length"] == 64
+    assert found["ernie4-5-moe"]["ernie4_5-moe.leading_dense_block_count"] == 1
+    assert found["exaone-moe"]["exaone-moe.attention.sliding_window_pattern"] == [True, True, True, False, True]
+    assert math.isclose(found["hunyuan"]["hunyuan-dense.rope.freq_base"], 100 * 20 ** (32 / 30))
+    by_layer = config_of("hunyuan-moe", moe_topk=[2, 2], num_shared_expert=[1, 1], moe_intermediate_size=[96, 96])
+    assert architecture_fields(architecture_of(by_layer), by_layer) == found["hunyuan-moe"]
     older = config_of("gptneox", rotary_pct=0.5, rotary_emb_base=500)
     older = architecture_fields(architecture_of(older), older)
     assert (older["gptneox.rope.dimension_count"], older["gptneox.rope.freq_base"]) == (8, 500.0)
@@ -177,6 +183,11 @@ def test_the_attention_factor_of_longrope_is_that_of_transformers(given):
             "computes the attention factor of yarn as 1.138629",
         ),
         ("qwen3-moe", {"norm_topk_prob": False}, "only with norm_topk_prob True"),
+        ("ernie4-5-moe", {"moe_layer_interval": 2}, "only with moe_layer_interval 1"),
+        ("ernie4-5-moe", {"moe_layer_end_index": 1}, "has dense layers only before those with experts"),
+        ("exaone-moe", {"mlp_layer_types": ["sparse"] * 4 + ["dense"]}, "has dense layers only before those with experts"),
+        ("exaone-moe", {"sliding_window": None}, "runs EXAONE of experts only with a sliding window and shared experts"),
+        ("hunyuan-moe", {"num_shared_expert": [2, 2]}, "only with num_shared_expert 1"),
         ("qwen2-moe", {"norm_topk_prob": True}, "only with norm_topk_prob False"),
         ("qwen2-moe", {"mlp_only_layers": [0]}, "only with mlp_only_layers"),
         ("qwen2", {"use_sliding_window": True}, "only with use_sliding_window False"),
@@ -232,6 +243,12 @@ def test_the_attention_factor_of_longrope_is_that_of_transformers(given):
 def test_what_llama_cpp_cannot_run_is_refused(name, changed, message):
     config = config_of(name, **changed)
     with pytest.raises(UnsupportedError, match=message):
+        architecture_fields(architecture_of(config), config)
+
+
+def test_layers_with_different_sizes_are_refused():
+    config = config_of("hunyuan-moe", moe_topk=[2, 1])
+    with pytest.raises(QuantError, match=r"has moe_topk \[2, 1\]; expected a int for the GGUF field 'expert_used_count'"):
         architecture_fields(architecture_of(config), config)
 
 

@@ -539,12 +539,39 @@ def test_granite_4_has_both_names_of_kinds_of_layers():
     assert (config.experts.hidden, config.experts.shared_hidden, config.experts.shared_gate) == (40, 24, False)
 
 
-def test_layers_of_glm_flash_are_dense_first():
+def test_layers_may_be_dense_or_sparse():
     form = {**CASES["glm4_moe_lite"][1], "model_type": "glm4_moe_lite"}
     config = config_from_hf({**form, "mlp_layer_types": ["dense", "dense", "sparse"]})
     assert config.experts is not None and config.experts.layers == (2,)
-    with pytest.raises(UnsupportedError, match="mlp_layer_types"):
-        config_from_hf({**form, "mlp_layer_types": ["sparse", "dense", "sparse"]})
+    config = config_from_hf({**form, "mlp_layer_types": ["sparse", "dense", "sparse"]})
+    assert config.experts is not None and config.experts.layers == (0, 2)
+    with pytest.raises(UnsupportedError, match="mlp_layer_types = 'wide'; supported is 'dense' or 'sparse'"):
+        config_from_hf({**form, "mlp_layer_types": ["dense", "dense", "wide"]})
+    with pytest.raises(QuantError, match="2 mlp_layer_types and num_hidden_layers 3"):
+        config_from_hf({**form, "mlp_layer_types": ["dense", "sparse"]})
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("hunyuan_v1_moe", {"moe_topk": [2, 1, 2]}, r"moe_topk = \[2, 1, 2\]; supported is 2 or \[2, 2, 2\]"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [2] * 3}, r"num_shared_expert = \[2, 2, 2\]; supported is 1"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla = True; supported is False"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias = True; supported is False"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1; supported is 0"),
+        ("youtu", {"n_routed_experts": 4}, "n_routed_experts = 4; supported is 1"),
+    ],
+)
+def test_what_newer_mixtures_lack_is_refused(case: str, change: dict[str, Any], message: str):
+    form = {**CASES[case][1], "model_type": case}
+    with pytest.raises(UnsupportedError, match=message):
+        config_from_hf({**form, **change})
+
+
+def test_sizes_that_published_files_of_hunyuan_have_for_each_layer():
+    form = {**CASES["hunyuan_v1_moe"][1], "model_type": "hunyuan_v1_moe"}
+    by_layer = {"moe_topk": [2] * 3, "num_shared_expert": [1] * 3, "moe_intermediate_size": [40] * 3}
+    assert config_from_hf({**form, **by_layer}) == config_from_hf(form)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -32,11 +32,12 @@ LAYER_NORM: FieldRow = (
 
 _HEAD = (("attention.key_length", int, ("head_dim",)), ("attention.value_length", int, ("head_dim",)))
 _EXPERTS = (
-    ("expert_count", int, ("num_local_experts", "num_experts", "n_routed_experts")),
-    ("expert_used_count", int, ("num_experts_per_tok",)),
+    ("expert_count", int, ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")),
+    ("expert_used_count", int, ("num_experts_per_tok", "moe_k", "moe_topk")),
 )
 _EXPERT_WIDTH = ("expert_feed_forward_length", int, ("moe_intermediate_size",))
 _SHARED_WIDTH = ("expert_shared_feed_forward_length", int, ("shared_expert_intermediate_size",))
+_SHARED_COUNT = ("expert_shared_count", int, ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"))
 _WINDOW = ("attention.sliding_window", int, ("sliding_window",))
 _FINAL_CAP = ("final_logit_softcapping", float, ("final_logit_softcapping",))
 
@@ -58,6 +59,7 @@ class Architecture:
         stores_windows: whether it reads which layers have a window; `window_pattern` is then what config.json may omit.
         has_sigmoid_scores: whether files say that routers have sigmoid scores.
         stores_normalization: whether files say that the weights of the active experts are divided by their sum.
+        stores_shared_width: whether files have the width of all experts that every token passes.
         has_all_heads: whether it runs only with as many heads of keys as of queries.
         rotates_part: whether a part of each head may rotate.
         has_linear_attention: whether all but every n-th layer have linear attention.
@@ -85,6 +87,7 @@ class Architecture:
     stores_windows: bool = False
     has_sigmoid_scores: bool = False
     stores_normalization: bool = False
+    stores_shared_width: bool = False
     has_all_heads: bool = False
     rotates_part: bool = False
     has_linear_attention: bool = False
@@ -106,7 +109,14 @@ class Architecture:
         said = {**self.defaults, **config, **{key: value for key, value in renamed.items() if value is not None}}
         if self.name == "gpt2" and said.get("intermediate_size") is None:
             said["intermediate_size"] = 4 * said["hidden_size"]
+        for key in _BY_LAYER:
+            if isinstance(sizes := said.get(key), list) and sizes and sizes == sizes[:1] * len(sizes):
+                said[key] = sizes[0]
         return said
+
+
+_BY_LAYER = ("moe_topk", "num_shared_expert", "moe_intermediate_size")
+"""Sizes that Hunyuan has for each layer, of which GGUF has one."""
 
 
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -126,7 +136,7 @@ _ROUTED = (
     *_EXPERTS,
     _EXPERT_WIDTH,
     ("leading_dense_block_count", int, ("first_k_dense_replace",)),
-    ("expert_shared_count", int, ("n_shared_experts",)),
+    _SHARED_COUNT,
     ("expert_weights_scale", float, ("routed_scaling_factor",)),
 )
 _NO_GROUPS = {"n_group": (1, None), "topk_group": (1, None)}
@@ -197,6 +207,7 @@ _LLAMA = Architecture(
     assumed=_SILU,
 )
 
+_HUNYUAN = {**_SILU, "use_qk_norm": (True,), "use_cla": (False,)}
 _GELU_TANH = {"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")}
 _COHERE = Architecture(
     "command-r",
@@ -443,6 +454,63 @@ ARCHITECTURES = {
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5, **_TIED},
         assumed={**_SILU, "use_bias": (False,)},
     ),
+    "ernie4_5_moe": Architecture(
+        "ernie4_5-moe",
+        (
+            *(*_HEAD, *_EXPERTS, _EXPERT_WIDTH, _SHARED_COUNT),
+            ("interleave_moe_layer_step", int, ("moe_layer_interval",)),
+            ("leading_dense_block_count", int, ("moe_layer_start_index",)),
+        ),
+        stores_shared_width=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            **_TIED,
+        },
+        # llama.cpp asks for experts in every layer from the first with them on.
+        assumed={**_SILU, "use_bias": (False,), "moe_layer_interval": (1,)},
+    ),
+    "hunyuan_v1_dense": Architecture("hunyuan-dense", defaults={"rms_norm_eps": 1e-5}, assumed=_HUNYUAN),
+    "hunyuan_v1_moe": Architecture(
+        "hunyuan-moe",
+        (
+            *(*_HEAD, *_EXPERTS),
+            ("expert_feed_forward_length", int, ("intermediate_size",)),
+            ("expert_shared_feed_forward_length", int, ("intermediate_size",)),
+        ),
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1},
+        assumed={**_HUNYUAN, "num_shared_expert": (1,)},
+    ),
+    "exaone_moe": Architecture(
+        "exaone-moe",
+        (*_HEAD, *_ROUTED, _WINDOW),
+        window_pattern=4,
+        stores_windows=True,
+        has_sigmoid_scores=True,
+        stores_normalization=True,
+        stores_shared_width=True,
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+        assumed={**_SILU, **_NO_GROUPS},
+    ),
     "glm4": Architecture(
         "glm4",
         rotates_part=True,
@@ -460,6 +528,28 @@ ARCHITECTURES = {
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
             "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        },
+        assumed={**_SILU, **_NO_GROUPS},
+    ),
+    "solar_open": Architecture(
+        "glm4moe",
+        (*_HEAD, *_ROUTED),
+        has_sigmoid_scores=True,
+        stores_normalization=True,
+        rotates_part=True,
+        defaults={
+            "intermediate_size": 1,  # of no layer
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1280,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
             "routed_scaling_factor": 1.0,
             "norm_topk_prob": True,
         },
@@ -522,6 +612,21 @@ ARCHITECTURES = {
         name="granitemoe",
         fields=(*_GRANITE.fields, *_EXPERTS),
         defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "granitemoeshared": dataclasses.replace(
+        _GRANITE,
+        name="granitemoe",
+        fields=(
+            *(*_GRANITE.fields, *_EXPERTS),
+            ("expert_shared_feed_forward_length", int, ("shared_intermediate_size",)),
+        ),
+        defaults={
+            **_GRANITE.defaults,
+            "rms_norm_eps": 1e-6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0,
+        },
     ),
     "granitemoehybrid": dataclasses.replace(
         _GRANITE,

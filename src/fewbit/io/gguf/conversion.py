@@ -158,11 +158,11 @@ class Conversion:
 
     def _state_space_targets(self, name: str) -> tuple[str, ...]:
         """The GGUF names of a tensor of a state space or of the shared feed-forward block; empty for another one."""
-        return state_space.targets(name, self._settings) if self.architecture.has_state_spaces else ()
+        return state_space.targets(name, self._settings) if self.architecture.name.startswith("granite") else ()
 
     @property
     def _expert_count(self) -> int:
-        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
         return int(next((self._settings[name] for name in names if self._settings.get(name)), 0))
 
     def _is_dropped(self, name: str) -> bool:
@@ -209,6 +209,8 @@ class Conversion:
             values = values + np.float32(self.architecture.norm_offset)
         if name.endswith(_SHORT_CONV):
             values = values.reshape(len(values), -1)
+        if name.endswith(".exp_probs_b.bias"):
+            values = values.reshape(-1)  # ERNIE's is one row
         return stored(values, name)
 
     def _heads(self, name: str) -> int:

@@ -74,6 +74,10 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
         fields[f"{architecture.name}.expert_gating_func"] = 2
     if architecture.stores_normalization:
         fields[f"{architecture.name}.expert_weights_norm"] = bool(said["norm_topk_prob"])
+    if architecture.stores_shared_width:
+        shared = fields[f"{architecture.name}.expert_shared_count"]
+        assert isinstance(shared, int)
+        fields[f"{architecture.name}.expert_shared_feed_forward_length"] = shared * _size(said, "moe_intermediate_size")
     if architecture.name == "gptneox":
         fields["gptneox.use_parallel_residual"] = bool(said.get("use_parallel_residual", True))
     if architecture.stores_windows and said.get("sliding_window"):
@@ -132,15 +136,16 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 def _field(row: FieldRow, config: Mapping[str, Any]) -> Field:
     key, kind, names = row
-    value = next((config[name] for name in names if config.get(name) is not None), None)
-    if value is None:
+    name = next((name for name in names if config.get(name) is not None), None)
+    if name is None:
         raise QuantError(f"config.json lacks {names[0]!r}, which the GGUF field {key!r} needs")
+    value = config[name]
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         if kind is float:
             return float(value)
         if isinstance(value, int) and 0 <= value < 2**31:
             return value
-    raise QuantError(f"config.json has {names[0]} {value!r:.60}; expected a {kind.__name__} for the GGUF field {key!r}")
+    raise QuantError(f"config.json has {name} {value!r:.60}; expected a {kind.__name__} for the GGUF field {key!r}")
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:
@@ -231,6 +236,15 @@ def _check_exaone(config: Mapping[str, Any]) -> None:
         )
 
 
+def _check_dense_first(config: Mapping[str, Any]) -> None:
+    """Refuses dense layers after one with experts."""
+    layers, last = config.get("num_hidden_layers") or 0, config.get("moe_layer_end_index", -1)
+    kinds = config.get("mlp_layer_types") or []
+    dense = config.get("first_k_dense_replace") or 0
+    if last not in (-1, layers - 1) or (kinds and kinds != ["dense" if i < dense else "sparse" for i in range(layers)]):
+        raise UnsupportedError("llama.cpp has dense layers only before those with experts, as many as first_k_dense_replace")
+
+
 def _check_windows(architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuses another pattern of sliding windows than the built-in one."""
     name, step = architecture.name, architecture.window_pattern
@@ -264,6 +278,10 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         _check_deepseek(config)
     if name == "exaone4":
         _check_exaone(config)
+    if name == "exaone-moe" and not (config.get("sliding_window") and config.get("num_shared_experts")):
+        raise UnsupportedError("llama.cpp runs EXAONE of experts only with a sliding window and shared experts")
+    if name in ("exaone-moe", "ernie4_5-moe"):
+        _check_dense_first(config)
     heads = config.get("num_attention_heads")
     if architecture.has_all_heads and (config.get("num_key_value_heads") or heads) != heads:
         raise UnsupportedError(f"llama.cpp runs {name} only with as many heads of keys as of queries")
@@ -302,6 +320,9 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     given = given.get("full_attention", given)
     converted(given, _Rope, "the rope parameters of config.json")
     theta = config.get("rope_theta") or 10000.0
+    if _rope_kind(given) == "dynamic" and given.get("alpha") and str(config["model_type"]).startswith("hunyuan"):
+        width = head_dim(config)  # the base is scaled, and nothing else of what is given is read
+        return {"rope_theta": float(given.get("rope_theta") or theta) * float(given["alpha"]) ** (width / (width - 2))}
     original = {}
     if config.get("original_max_position_embeddings") is not None:
         original["original_max_position_embeddings"] = config["original_max_position_embeddings"]
@@ -486,6 +507,7 @@ class _Rope(msgspec.Struct):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: Positive | None = None
+    alpha: float | None = None
     partial_rotary_factor: float | None = None
     attention_factor: float | None = None
     mscale: float | None = None

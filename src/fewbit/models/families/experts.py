@@ -1,13 +1,14 @@
 """Mixtures of experts: parameter names, and the configuration of DeepSeek's."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from ..._json import Count, Positive
+from ...errors import QuantError
 from ..part_configs import ExpertLayout, Experts
-from .family import Common, Number
+from .family import Common, Number, refuse_unless
 
 
 def expert_layout(names: Collection[str]) -> ExpertLayout:
@@ -58,15 +59,28 @@ class Routed(Common, kw_only=True):
     dense: Count = msgspec.field(name="first_k_dense_replace", default=0)
 
 
-def routed_experts(found: Routed, names: Collection[str], **settings: Any) -> Experts | None:
+def routed_experts(
+    found: Routed, names: Collection[str], kinds: Sequence[str] | None = None, **settings: Any
+) -> Experts | None:
     """The mixture of experts; None if every layer is dense.
 
     Args:
         found: the fields of config.json.
         names: the names of the checkpoint's tensors.
+        kinds: "dense" or "sparse" for each layer (`mlp_layer_types`); None: the first ones are dense.
         settings: further fields of `Experts`.
+
+    Raises:
+        UnsupportedError: for another kind of layer.
+        QuantError: for another number of kinds than layers.
     """
-    layers = tuple(range(found.dense, found.layers))
+    if kinds is None:
+        kinds = ["dense" if i < found.dense else "sparse" for i in range(found.layers)]
+    for kind in kinds:
+        refuse_unless(kind, ("dense", "sparse"), "mlp_layer_types")
+    if len(kinds) != found.layers:
+        raise QuantError(f"config.json has {len(kinds)} mlp_layer_types and num_hidden_layers {found.layers}")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
     if not layers:
         return None
     if len(layers) == found.layers:

@@ -13,13 +13,13 @@ from .dense import bitnet, ernie, exaone, gemma, llama, olmo, phi, seed, smollm
 from .family import Family
 from .hybrids import granite, lfm2, qwen
 from .layer_norm import cohere, gpt, nemotron, stablelm, starcoder
-from .mixtures import deepseek, glm, gpt_oss
+from .mixtures import deepseek, glm, gpt_oss, hunyuan
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for module in (
         *(llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss, deepseek, glm, seed, exaone, ernie, bitnet, lfm2),
-        *(starcoder, stablelm, nemotron, cohere, gpt),
+        *(hunyuan, starcoder, stablelm, nemotron, cohere, gpt),
     )
     for family in module.FAMILIES
 }

@@ -330,6 +330,9 @@ CHANGED: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {**CASES["granitemoehybrid-mamba"][1], "mamba_proj_bias": False, "intermediate_size": 40},
     "granitemoehybrid-experts": {"position_embedding_type": "rope"},
+    "ernie4_5_moe": {"moe_layer_interval": 1},
+    "exaone_moe": {"n_group": 1, "num_hidden_layers": 4, "layer_types": None},
+    "solar_open": {"n_group": 1, "topk_group": 1},
     "lfm2": {"conv_bias": False},
     "starcoder2": {"sliding_window": None},
     "cohere2": {"layer_types": None, "num_hidden_layers": 4},
@@ -360,7 +363,8 @@ def as_gguf(
             array = array + config.norm_offset
         arrays[path] = array
     if config.experts is not None:
-        arrays = with_stacks(arrays, config)
+        arrays = {path: array.reshape(-1) if "correction" in path else array for path, array in arrays.items()}
+        arrays = with_parts_of_blocks(with_stacks(arrays, config))
     if config.latent is not None and split:
         arrays = with_parts(arrays, config)
     if config.linear is not None:
@@ -388,7 +392,7 @@ def as_gguf(
     if family.gguf == "olmo2" and config.window:
         pattern = [layer in config.window_layers for layer in range(config.layers)]
         fields["olmo2.attention.sliding_window_pattern"] = pattern
-    if family.gguf in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe"):
+    if family.gguf in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "exaone-moe"):
         fields |= {f"{family.gguf}.{key}": value for key, value in routed_fields(config).items()}
     if config.linear is not None:
         fields |= {f"{family.gguf}.{key}": value for key, value in linear_fields(config.linear).items()}
@@ -613,9 +617,10 @@ def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_
     config, _, found, _ = converted(model_type)
     same: dict[str, Any] = {"rope": config.rope, "norm_offset": config.norm_offset, "fused_by_head": config.fused_by_head}
     if config.experts is not None:
-        gate = config.experts.shared_gate  # of a shared expert, which LFM2-MoE has not
-        assert dataclasses.replace(found.experts, layout=config.experts.layout, shared_gate=gate) == config.experts
-        same["experts"] = config.experts
+        # LFM2-MoE has no shared expert, ERNIE a row of corrections, and Granite joins gate and up of the shared expert.
+        stored = {name: getattr(config.experts, name) for name in ("layout", "shared_gate", "correction_row")}
+        assert dataclasses.replace(found.experts, **stored) == config.experts
+        same |= {"experts": config.experts, "fused_mlp": config.fused_mlp}
     if config.latent is not None:
         assert found.latent == dataclasses.replace(config.latent, split=True)
         same["latent"] = config.latent
@@ -705,7 +710,9 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
             ours = family.gguf_table.name(f"layers/{layer}/mlp/experts/{part}")
         elif "/experts/" in path:
             continue  # the converter splits gate and up by hand
-        elif path.endswith("attn/qkvz") or (family.gguf == "granitehybrid" and path.endswith(("mlp/gate+up", "mlp/down"))):
+        elif path.endswith(("attn/qkvz", "shared/gate+up")) or (
+            family.gguf == "granitehybrid" and path.endswith(("mlp/gate+up", "mlp/down"))
+        ):
             continue  # the converter names these by hand: attn_qkv and attn_gate; ffn_gate and ffn_up, and ffn_down
         else:
             source = family.table.name(path).replace("correction_bias", "correction.bias")  # as the converter does

@@ -1,5 +1,6 @@
-"""Gemma, Gemma 2, Gemma 3 (text) and Gemma 4 (text)."""
+"""Gemma, Gemma 2, VaultGemma, Gemma 3 (text) and Gemma 4 (text)."""
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -99,6 +100,11 @@ def _gemma2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
         attention_cap=found.attention_cap or 0.0,
         logit_cap=found.logit_cap or 0.0,
     )
+
+
+def _vault_gemma(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """VaultGemma: Gemma 2 without norms on outputs."""
+    return dataclasses.replace(_gemma2(obj, names), norms="pre")
 
 
 def _gemma3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -246,6 +252,7 @@ _GEMMA4_GGUF = gguf_table(
 FAMILIES = (
     Family("gemma", "Gemma", _gemma, gguf="gemma"),
     Family("gemma2", "Gemma 2", _gemma2, hf_table(_NORMS), gguf="gemma2"),
+    Family("vaultgemma", "VaultGemma", _vault_gemma, hf_table({"mlp/norm": _NORMS["mlp/norm"]})),
     Family("gemma3_text", "Gemma 3 (text)", _gemma3, hf_table(_NORMS), gguf="gemma3"),
     Family("gemma4_text", "Gemma 4 (text)", _gemma4, _GEMMA4, gguf="gemma4", gguf_table=_GEMMA4_GGUF),
 )

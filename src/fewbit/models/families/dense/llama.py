@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral, Ministral, Mixtral, Arcee."""
+"""Llama 2 and 3, CWM, Mistral, Ministral, Mixtral, Arcee."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -20,6 +20,14 @@ class _Llama(Common, kw_only=True):
 class _Arcee(_Llama, kw_only=True):
     norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
     act: str | None = msgspec.field(name="hidden_act", default="relu2")
+
+
+class _Cwm(Windowed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
+    head_dim: Positive | None = 128
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    window: Count | None = msgspec.field(name="sliding_window", default=8192)
+    mlp_bias: bool = False
 
 
 class _Mistral(Windowed, kw_only=True):
@@ -44,6 +52,26 @@ def _llama(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Llama, names)
     bias = found.attention_bias
     return decoder_config(found, qkv_bias=bias, o_bias=bias, mlp_bias=found.mlp_bias)
+
+
+def _cwm(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """Meta's Code World Model: every fourth layer, from the first one on, attends to all positions."""
+    found = read_config(obj, _Cwm, names)
+    if found.rope_scaling is None and found.rope_parameters is None:
+        found.rope_parameters = _LLAMA3_16
+    of_layers = ["sliding_attention" if i % 4 else "full_attention" for i in range(found.layers)]
+    windows = window_fields(found.layer_types or of_layers, found.window)
+    return decoder_config(found, theta=1_000_000.0, mlp_bias=found.mlp_bias, **windows)
+
+
+_LLAMA3_16 = {
+    "rope_type": "llama3",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def _arcee(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -102,6 +130,7 @@ def _mixtral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 FAMILIES = (
     Family("llama", "Llama 2, 3", _llama, gguf="llama", permutes=True),
+    Family("cwm", "Code World Model", _cwm),
     Family("mistral", "Mistral", _mistral, gguf="llama", permutes=True),
     Family("ministral", "Ministral", _ministral),
     Family("ministral3", "Ministral 3", _ministral3),

@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and OLMoE: norms on outputs and on projections."""
+"""OLMo 2, OLMo 3, OLMoE and FlexOlmo: norms on outputs and on projections."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -39,6 +39,12 @@ class _Olmoe(_Olmo2, kw_only=True):
     normalized: bool = msgspec.field(name="norm_topk_prob", default=False)
 
 
+class _FlexOlmo(_Olmoe, kw_only=True):
+    experts: Positive = msgspec.field(name="num_experts", default=7)
+    active: Positive = msgspec.field(name="num_experts_per_tok", default=5)
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-6)
+
+
 def _olmo2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Olmo2, names)
     return decoder_config(found, norms="post", **_shared_fields(found))
@@ -55,8 +61,17 @@ def _olmo3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 def _olmoe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Olmoe, names)
-    experts = Experts(found.experts, found.active, found.hidden, normalized=found.normalized, layout=expert_layout(names))
-    return decoder_config(found, **_shared_fields(found), experts=experts)
+    return decoder_config(found, **_shared_fields(found), experts=_experts(found, names))
+
+
+def _flex_olmo(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _FlexOlmo, names)
+    return decoder_config(found, theta=500_000.0, norms="post", **_shared_fields(found), experts=_experts(found, names))
+
+
+def _experts(found: _Olmoe, names: Collection[str]) -> Experts:
+    """The mixture of experts of every layer."""
+    return Experts(found.experts, found.active, found.hidden, normalized=found.normalized, layout=expert_layout(names))
 
 
 def _shared_fields(found: _Olmo2) -> dict[str, Any]:
@@ -68,4 +83,5 @@ FAMILIES = (
     Family("olmo2", "OLMo 2", _olmo2, hf_table(OUTPUT_NORMS), gguf="olmo2"),
     Family("olmo3", "OLMo 3", _olmo3, hf_table(OUTPUT_NORMS), gguf="olmo2"),
     Family("olmoe", "OLMoE", _olmoe, hf_table(expert_names("shared_expert")), gguf="olmoe"),
+    Family("flex_olmo", "FlexOlmo", _flex_olmo, hf_table({**OUTPUT_NORMS, **expert_names("shared_expert")})),
 )

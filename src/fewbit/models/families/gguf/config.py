@@ -185,10 +185,12 @@ def _experts(architecture: str, found: GGUFMetadata, names: Tensors) -> Experts 
         "normalized": architecture not in ("qwen2moe", "olmoe"),
         "shared_hidden": found.shared_hidden,
     }
-    if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe"):
+    if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "exaone-moe"):
         settings = _routed_experts(architecture, found, hidden)
-    if architecture in ("granitemoe", "granitehybrid"):
+    if architecture in ("granitemoe", "granitehybrid", "hunyuan-moe", "ernie4_5-moe"):
         settings["shared_gate"] = False
+    if architecture == "ernie4_5-moe" and f"blk.{layers[0]}.exp_probs_b.bias" in names:
+        settings |= {"scores": "corrected_softmax", "sum_eps": 1e-12}
     if architecture == "gemma4":
         settings |= {"beside_dense": True, "router_scale": f"blk.{layers[0]}.ffn_down_exps.scale" in names}
     is_joined = f"blk.{layers[0]}.ffn_gate_up_exps.weight" in names
@@ -347,6 +349,16 @@ def _lfm2(found: GGUFMetadata, names: Tensors, architecture: str = "lfm2") -> di
         "qk_norm": "head",
         "short_conv": ShortConvolution(layers, found.width, found.conv_cache, is_gguf=True) if layers else None,
     }
+
+
+def _hunyuan(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    return {"qk_norm": "rotated_head"}
+
+
+def _exaone_moe(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    """EXAONE of experts, whose layers without a window have no rotary embedding."""
+    windows = _windows(found, 4)
+    return {"qk_norm": "head", **windows, "nope_layers": _without_window(found, windows)}
 
 
 def _plain(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
@@ -567,6 +579,10 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "seed_oss": _plain,
     "exaone4": _exaone4,
     "ernie4_5": _llama,
+    "ernie4_5-moe": _llama,
+    "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan,
+    "exaone-moe": _exaone_moe,
     "glm4": _glm4,
     "glm4moe": _glm4moe,
     "dots1": _qwen3,

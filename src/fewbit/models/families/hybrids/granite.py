@@ -28,6 +28,10 @@ class _GraniteMoe(_Granite, kw_only=True):
     active: Positive = msgspec.field(name="num_experts_per_tok", default=2)
 
 
+class _GraniteMoeShared(_GraniteMoe, kw_only=True):
+    shared_hidden: Count = msgspec.field(name="shared_intermediate_size", default=0)
+
+
 class _Granite4(_Granite, kw_only=True):
     hidden: Positive = msgspec.field(name="shared_intermediate_size", default=1024)
     experts_hidden: Positive = msgspec.field(name="intermediate_size", default=11008)
@@ -58,6 +62,13 @@ def _granite_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
     found = read_config(obj, _GraniteMoe, names)
     experts = Experts(found.experts, found.active, found.hidden, shared_gate=False, layout="joined")
     return decoder_config(found, experts=experts, **_shared_fields(found))
+
+
+def _granite_moe_shared(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _GraniteMoeShared, names)
+    sizes = (found.experts, found.active, found.hidden)
+    experts = Experts(*sizes, shared_hidden=found.shared_hidden, shared_gate=False, layout="joined")
+    return decoder_config(found, fused_mlp=bool(found.shared_hidden), experts=experts, **_shared_fields(found))
 
 
 def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -139,9 +150,8 @@ _MAMBA = {
     "attn/out": "mamba.out_proj.weight",
     "attn/out_bias": "mamba.out_proj.bias",
 }
-_GRANITE_4_MOE = hf_table(
-    {**_EXPERTS, **_MAMBA, **{path.replace("mlp/", "mlp/shared/"): name for path, name in _MLP.items()}}
-)
+_SHARED = {path.replace("mlp/", "mlp/shared/"): name for path, name in _MLP.items()}
+_GRANITE_4_MOE = hf_table({**_EXPERTS, **_MAMBA, **_SHARED})
 
 _GGUF = gguf_table(
     {
@@ -157,6 +167,14 @@ _GGUF = gguf_table(
 FAMILIES = (
     Family("granite", "Granite", _granite, gguf="granite", permutes=True),
     Family("granitemoe", "GraniteMoE", _granite_moe, hf_table(_EXPERTS), gguf="granitemoe", permutes=True),
+    Family(
+        "granitemoeshared",
+        "GraniteMoE, shared expert",
+        _granite_moe_shared,
+        hf_table({**_EXPERTS, **_SHARED}),
+        gguf="granitemoe",
+        permutes=True,
+    ),
     Family(
         "granitemoehybrid",
         "Granite 4",

@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3: latent attention (MLA), experts in groups."""
+"""DeepSeek-V2 and V3: latent attention (MLA), experts in groups; Youtu-LLM, its attention alone."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,20 @@ class DeepSeekV3(_DeepSeek, kw_only=True):
     extra_layers: Count = msgspec.field(name="num_nextn_predict_layers", default=0)
 
 
+class _Youtu(DeepSeekV3, kw_only=True):
+    """The schema of DeepSeek-V3 without that of its experts."""
+
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=16)
+    tied: bool = msgspec.field(name="tie_word_embeddings", default=True)
+    rank: Positive = msgspec.field(name="kv_lora_rank", default=512)
+    plain_dim: Positive = msgspec.field(name="qk_nope_head_dim", default=128)
+    rotary_dim: Positive = msgspec.field(name="qk_rope_head_dim", default=64)
+    value_dim: Positive = msgspec.field(name="v_head_dim", default=128)
+    experts: Positive = msgspec.field(name="n_routed_experts", default=1)
+    active: Positive = msgspec.field(name="num_experts_per_tok", default=1)
+    expert_hidden: Positive = msgspec.field(name="moe_intermediate_size", default=1)
+
+
 def _deepseek_v2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _DeepSeek, names)
     refuse_unless(found.scores, (None, "softmax"), "scoring_func")
@@ -55,17 +69,24 @@ def _deepseek_v3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
     return latent_config(read_config(obj, DeepSeekV3, names), names)
 
 
-def latent_config(found: DeepSeekV3, names: Collection[str]) -> DecoderConfig:
+def _youtu(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _Youtu, names, ("embedding_initializer_range",))
+    refuse_unless(found.experts, (1,), "n_routed_experts")
+    return latent_config(found, names, ["dense"] * found.layers)
+
+
+def latent_config(found: DeepSeekV3, names: Collection[str], kinds: Sequence[str] | None = None) -> DecoderConfig:
     """The configuration of a model with the attention and the experts of DeepSeek-V3.
 
     Args:
         found: the fields of config.json.
         names: the names of the checkpoint's tensors.
+        kinds: as for `routed_experts`.
     """
     refuse_unless(found.scores, (None, "sigmoid"), "scoring_func")
     refuse_unless(found.method, (None, "noaux_tc"), "topk_method")
     rope = "interleaved" if found.interleaved else "half"
-    experts = routed_experts(found, names, scores="sigmoid")
+    experts = routed_experts(found, names, kinds, scores="sigmoid")
     return _config(found, experts, rope=rope, extra_layers=found.extra_layers)
 
 
@@ -119,4 +140,5 @@ LATENT_GGUF = gguf_table(
 FAMILIES = (
     Family("deepseek_v2", "DeepSeek-V2", _deepseek_v2, hf_table(LATENT_NAMES), "deepseek2", LATENT_GGUF),
     Family("deepseek_v3", "DeepSeek-V3", _deepseek_v3, hf_table(LATENT_NAMES), "deepseek2", LATENT_GGUF),
+    Family("youtu", "Youtu-LLM", _youtu, hf_table(LATENT_NAMES)),
 )

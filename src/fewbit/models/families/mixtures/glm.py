@@ -1,4 +1,4 @@
-"""GLM-4; and GLM-4.5 to 4.7, dots.llm1 and MiniMax-M2, with DeepSeek-V3's router."""
+"""GLM-4; and GLM-4.5 to 4.7, Solar Open, dots.llm1 and MiniMax-M2, with DeepSeek-V3's router."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -31,6 +31,17 @@ class _GlmMoe(Routed, kw_only=True):
     attention_bias: bool = False
     qk_norm: bool = msgspec.field(name="use_qk_norm", default=False)
     extra_layers: Count = msgspec.field(name="num_nextn_predict_layers", default=0)
+
+
+class _Solar(_GlmMoe, kw_only=True):
+    hidden: Positive = msgspec.field(name="intermediate_size", default=1)  # of no layer
+    head_dim: Positive | None = 128
+    expert_hidden: Positive = msgspec.field(name="moe_intermediate_size", default=1280)
+    experts: Positive = msgspec.field(name="n_routed_experts", default=128)
+    active: Positive = msgspec.field(name="num_experts_per_tok", default=8)
+    shared: Count | None = msgspec.field(name="n_shared_experts", default=1)
+    partial_rotary: Number | None = msgspec.field(name="partial_rotary_factor", default=None)
+    dense: Count = msgspec.field(name="first_k_dense_replace", default=0)
 
 
 class _GlmLite(DeepSeekV3, kw_only=True):
@@ -93,13 +104,23 @@ def _glm_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     )
 
 
+def _solar(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """Solar Open, whose layers all have experts. Its files may say how dense ones would be."""
+    found = read_config(obj, _Solar, names)
+    refuse_unless(found.dense, (0,), "first_k_dense_replace")
+    refuse_unless(found.qk_norm, (False,), "use_qk_norm")
+    return decoder_config(
+        found,
+        theta=1_000_000.0,
+        rotates_part=True,
+        qkv_bias=found.attention_bias,
+        experts=routed_experts(found, names, scores="sigmoid"),
+    )
+
+
 def _glm_lite(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _GlmLite, names)
-    if found.kinds is not None:
-        found.dense = found.kinds.count("dense")
-        of_layers = ["dense"] * found.dense + ["sparse"] * (found.layers - found.dense)
-        refuse_unless(found.kinds, (of_layers,), "mlp_layer_types")
-    return latent_config(found, names)
+    return latent_config(found, names, found.kinds)
 
 
 def _dots(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -160,6 +181,7 @@ FAMILIES = (
         "glm4", "GLM-4", _glm4, hf_table({**_FUSED, **_FOUR_NORMS}), "glm4", gguf_table({"mlp/gate+up": "ffn_up.weight"})
     ),
     Family("glm4_moe", "GLM-4.5, 4.6", _glm_moe, hf_table(ROUTED_NAMES), "glm4moe", _GLM_GGUF),
+    Family("solar_open", "Solar Open", _solar, hf_table(ROUTED_NAMES), "glm4moe", _GLM_GGUF),
     Family("glm4_moe_lite", "GLM-4.7-Flash", _glm_lite, hf_table(LATENT_NAMES), "deepseek2", LATENT_GGUF),
     Family("dots1", "dots.llm1", _dots, hf_table(ROUTED_NAMES), "dots1", _GGUF),
     Family("minimax_m2", "MiniMax-M2", _minimax, hf_table(_MINIMAX_NAMES), "minimax-m2", _GGUF),
