@@ -18,8 +18,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("_registry",),
-    ("_hybrids", "_json", "_merges", "_patterns", "_pretokenizers", "_table", "_wrapping", "_explicit_mesh"),
-    ("_tiles",),
+    ("_json", "_merges", "_patterns", "_pretokenizers", "_table", "_wrapping", "_explicit_mesh"),
+    ("_tiles", "_hybrids"),
     ("formats",),
     ("array",),
     ("kernels",),

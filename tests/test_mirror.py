@@ -32,7 +32,7 @@ SUITES = (
     Suite("test_public_names.py", "every public name can be imported and is documented", {"": "_api"}),
     Suite("test_registry.py", "what an error says, and every reason in it", {"": "errors"}),
     Suite("models/tokenizers/test_gguf.py", "splits of every tokenizer by transformers'", {"": "_pretokenizers"}),
-    Suite("models/families/test_family.py", "configurations of Granite 4 and LFM2", {"": "_hybrids"}),
+    Suite("models/families/test_family.py", "configurations of Granite 4, LFM2 and Nemotron-H", {"": "_hybrids"}),
     # Arrays.
     Suite(
         "conformance/test_schemes.py",
@@ -167,7 +167,7 @@ SUITES = (
             "models/families/dense": "bitnet ernie exaone gemma llama olmo phi seed smollm",
             "models/families/layer_norm": "cohere gpt nemotron stablelm starcoder",
             "models/families/mixtures": "deepseek glm gpt_oss hunyuan",
-            "models/families/hybrids": "granite lfm2 qwen",
+            "models/families/hybrids": "granite lfm2 nemotron_h qwen",
         },
     ),
     Suite("models/families/gguf/test_config.py", "metadata of every architecture", {"models/families/gguf": "metadata"}),

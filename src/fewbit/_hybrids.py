@@ -1,7 +1,11 @@
-"""What config.json says of models with attention in some layers: Granite 4 and LFM2."""
+"""What config.json says of models with attention in some layers: Granite 4, LFM2 and Nemotron-H."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import msgspec
+
+from ._json import converted
 from .errors import QuantError, UnsupportedError
 
 GRANITE_4, LFM2 = ("mamba", "linear_attention"), ("conv",)
@@ -51,3 +55,37 @@ def lfm2_hidden(given: int, *, is_adjusted: bool, factor: float | None, multiple
     if not is_adjusted or factor is None:
         return hidden
     return -(-int(factor * hidden) // multiple) * multiple
+
+
+_NEMOTRON_H = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+"""The letters of `hybrid_override_pattern`."""
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+class _Layers(msgspec.Struct):
+    kinds: list[str] | None = msgspec.field(name="layers_block_type", default=None)
+    pattern: str | None = msgspec.field(name="hybrid_override_pattern", default=None)
+
+
+def nemotron_h_kinds(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer of Nemotron-H: "linear_attention" (a state space), "full_attention", "mlp" or "moe".
+
+    Args:
+        config: the content of config.json.
+
+    Raises:
+        QuantError: when it does not say the kinds.
+        UnsupportedError: for another kind.
+    """
+    found = converted(config, _Layers, "config.json")
+    kinds = [_OLDER.get(kind, kind) for kind in found.kinds or ()]
+    if not kinds and found.pattern:
+        kinds = [_NEMOTRON_H.get(letter, letter) for letter in found.pattern]
+    if not kinds:
+        raise QuantError("config.json lacks 'layers_block_type', or the older 'hybrid_override_pattern'")
+    for kind in kinds:
+        if kind not in _NEMOTRON_H.values():
+            raise UnsupportedError(
+                f"config.json has a layer of the kind {kind!r}; supported is {' or '.join(map(repr, _NEMOTRON_H.values()))}"
+            )
+    return kinds

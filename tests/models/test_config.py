@@ -12,6 +12,7 @@ from tests.nets.random_decoder import (
     BY_HEAD,
     BY_KEY_HEAD,
     CONFIGS,
+    CORRECTED,
     FEATURES,
     LATENT,
     LEARNED_POSITIONS,
@@ -19,6 +20,7 @@ from tests.nets.random_decoder import (
     OTHERS,
     PARALLEL,
     SHARED_KEYS,
+    SINGLE_BLOCKS,
     SMALL,
     SUB_NORMS,
     TWO_WIDTHS,
@@ -30,12 +32,12 @@ from tests.nets.random_decoder import (
     [
         *CONFIGS.values(),
         *(FEATURES, OTHERS, LATENT, BY_KEY_HEAD, SUB_NORMS, TWO_WIDTHS, SHARED_KEYS),
-        *(LEARNED_POSITIONS, BY_HEAD, PARALLEL),
+        *(LEARNED_POSITIONS, BY_HEAD, PARALLEL, SINGLE_BLOCKS, CORRECTED),
     ],
     ids=[
         *CONFIGS,
         *("features", "others", "latent", "linear", "sub norms", "two widths", "shared keys"),
-        *("learned positions", "by head", "parallel"),
+        *("learned positions", "by head", "parallel", "single blocks", "corrected"),
     ],
 )
 def test_json_reads_back(config: DecoderConfig):
@@ -87,13 +89,17 @@ def test_json_has_a_closed_schema():
         ({"fused": True, "mlp_bias": True}, "fused and mlp_bias are true"),
         ({"norm_bias": True}, "norm_bias is true, but norm_kind is 'rms': an RMSNorm has no bias"),
         ({"norm_kind": "layer", "norms": "post"}, "norm_kind is 'layer', with norms on outputs"),
-        ({"gated": False, "experts": Experts(4, 2, 8)}, "gated is false, with experts, a fused gate"),
+        ({"gated": False, "fused_mlp": True}, "gated is false, with a fused gate or an activation of two inputs"),
+        ({"gated": False, "experts": Experts(4, 2, 8, layout="joined")}, "gated is false, and experts.layout is 'joined'"),
+        ({"mlp_layers": (0, 1, 2)}, "mlp_layers is given, and no layer has softmax attention"),
+        ({"mlp_layers": (1,), "norms": "post"}, "mlp_layers is given, with norms on outputs"),
+        ({"mlp_layers": (1,), "experts": Experts(4, 2, 8)}, r"mlp_layers is \(1,\), must have the layers with experts"),
         ({"parallel": "one_norm", "norms": "sandwich"}, "parallel is 'one_norm', with norms on outputs"),
         ({"positions": 33, "position_offset": 2}, "positions is 33, which from row 2 are fewer than context, 32"),
         ({"fused_by_head": True}, "fused_by_head is true, but fused is not"),
         ({"rope_scaling": Yarn(2.0, 8), "rope_theta": 1.0}, "rope_theta is 1, whose logarithm YaRN divides by"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
 @pytest.mark.usefixtures("unchecked")
 def test_refuses(change: dict, message: str):

@@ -18,6 +18,7 @@ from tests.nets.random_decoder import (
     BY_HEAD,
     BY_KEY_HEAD,
     CONFIGS,
+    CORRECTED,
     FEATURES,
     LATENT,
     LEARNED_POSITIONS,
@@ -27,6 +28,7 @@ from tests.nets.random_decoder import (
     PARALLEL,
     SHARED_KEYS,
     SHORT_CONV,
+    SINGLE_BLOCKS,
     SMALL,
     SUB_NORMS,
     TWO_WIDTHS,
@@ -85,6 +87,8 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
         pytest.param(LEARNED_POSITIONS, id="learned positions"),
         pytest.param(BY_HEAD, id="by head"),
         pytest.param(PARALLEL, id="parallel"),
+        pytest.param(SINGLE_BLOCKS, id="single blocks"),
+        pytest.param(CORRECTED, id="corrected"),
     ],
 )
 def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):

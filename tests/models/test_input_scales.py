@@ -11,6 +11,7 @@ from fewbit.models.input_scales import FoldedScales, scalable_inputs, why_not_sc
 from tests.nets.random_decoder import (
     BY_HEAD,
     BY_KEY_HEAD,
+    CORRECTED,
     FEATURES,
     LATENT,
     LEARNED_POSITIONS,
@@ -20,6 +21,7 @@ from tests.nets.random_decoder import (
     PARALLEL,
     SHARED_KEYS,
     SHORT_CONV,
+    SINGLE_BLOCKS,
     SMALL,
     SUB_NORMS,
     TWO_WIDTHS,
@@ -47,6 +49,8 @@ CONFIGS = {
     "learned positions": LEARNED_POSITIONS,
     "by head": BY_HEAD,
     "parallel": PARALLEL,
+    "single blocks": SINGLE_BLOCKS,
+    "corrected": CORRECTED,
 }
 SPLIT = dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, split=True))
 """As in GGUF files."""

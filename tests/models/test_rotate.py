@@ -25,6 +25,7 @@ from tests.nets.random_decoder import (
     BY_HEAD,
     BY_KEY_HEAD,
     CONFIGS,
+    CORRECTED,
     FEATURES,
     LATENT,
     LEARNED_POSITIONS,
@@ -33,6 +34,7 @@ from tests.nets.random_decoder import (
     PARALLEL,
     SHARED_KEYS,
     SHORT_CONV,
+    SINGLE_BLOCKS,
     SMALL,
     SUB_NORMS,
     TWO_WIDTHS,
@@ -75,6 +77,8 @@ OTHER = dataclasses.replace(
         PARALLEL,
         LEARNED_POSITIONS,
         BY_HEAD,
+        SINGLE_BLOCKS,
+        CORRECTED,
     ],
     ids=[
         *CONFIGS,
@@ -90,6 +94,8 @@ OTHER = dataclasses.replace(
         "layer norms",
         "learned positions",
         "by head",
+        "single blocks",
+        "corrected",
     ],
 )
 def test_logits_stay_what_they_are(config: DecoderConfig):

@@ -66,6 +66,23 @@ _ROUTED: dict[str, Any] = {
     "routed_scaling_factor": 2.0,
 }
 
+_NEMOTRON_H: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name != "num_hidden_layers"},
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "chunk_size": 8,
+    "time_step_min": 1e-9,  # which transformers applies to prompts alone
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 2.0,
+    "layer_norm_epsilon": 1e-3,
+}
+
 _GEMMA_4: dict[str, Any] = {
     **SIZES,
     "num_hidden_layers": 4,
@@ -276,6 +293,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_dense_layers": 1,
             "routed_scaling_factor": 1.5,
             "norm_eps": 1e-3,
+        },
+    ),
+    "nemotron_h": ("NemotronHForCausalLM", {**_NEMOTRON_H, "moe_latent_size": 12, "n_group": 4, "topk_group": 2}),
+    "nemotron_h-mlp": (
+        "NemotronHForCausalLM",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+            "mlp_bias": True,
+            "use_bias": True,
         },
     ),
     "ministral": ("MinistralForCausalLM", {**SIZES, "sliding_window": 5, "layer_types": _ALTERNATING}),

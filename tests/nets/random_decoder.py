@@ -179,6 +179,22 @@ PARALLEL = dataclasses.replace(
     SMALL, rope="interleaved", norm_kind="layer", parallel="one_norm", window=5, window_layers=(0, 2), nope_layers=(1,)
 )
 """As Cohere 2 has it."""
+SINGLE_BLOCKS = dataclasses.replace(
+    SMALL,
+    layers=5,
+    norm_eps=0.1,
+    nope_layers=(0, 1, 2, 3, 4),
+    mlp_layers=(1, 3),
+    gated=False,
+    activation="relu2",
+    mamba=Mamba2((0, 4), heads=4, head_dim=6, state_dim=5, groups=2, kernel=3),
+    experts=Experts(4, 2, 12, layers=(3,), scores="sigmoid", shared_hidden=10, shared_gate=False, latent=16),
+)
+"""As Nemotron 3 has it."""
+CORRECTED = dataclasses.replace(
+    SMALL, qk_norm="rotated_head", experts=Experts(4, 2, 12, scores="corrected_softmax", correction_row=True)
+)
+"""The norms of Hunyuan, and the router of ERNIE 4.5."""
 SUB_NORMS = dataclasses.replace(SMALL, sub_norms=True, activation="relu2", norm_eps=0.01)
 
 
@@ -218,11 +234,13 @@ def _sequence(w: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderConfig) ->
     for i in range(c.layers):
         layer = _unfused({path.split("/", 2)[2]: a for path, a in w.items() if path.startswith(f"layers/{i}/")}, c)
         normed, before = _of_stream(x, layer, "attn/norm", c), x
-        y = _attention(normed, layer, i, c, keys_values)
-        x = x + c.residual_scale * _normed(y, layer.get("attn/post_norm"), c)
+        if c.has_attention(i):
+            y = _attention(normed, layer, i, c, keys_values)
+            x = x + c.residual_scale * _normed(y, layer.get("attn/post_norm"), c)
         if c.parallel != "one_norm":
             normed = _of_stream(x if c.parallel == "none" else before, layer, "mlp/norm", c)
-        x = x + c.residual_scale * _normed(_mlp(x, normed, layer, i, c), layer.get("mlp/post_norm"), c)
+        if c.has_mlp(i):
+            x = x + c.residual_scale * _normed(_mlp(x, normed, layer, i, c), layer.get("mlp/post_norm"), c)
         if c.per_layer is not None:
             y = _gated(x @ layer["per_layer/gate"].T, inputs[:, i], c) @ layer["per_layer/projection"].T
             x = x + c.residual_scale * _normed(y, layer["per_layer/post_norm"], c)
@@ -378,7 +396,8 @@ def _head(flat: dict[str, np.ndarray], layer: dict[str, np.ndarray], h: int, i: 
             return _normed(x, np.ones(1) - c.norm_offset, c) if c.value_norm else x
         if c.qk_norm == "head":
             x = _normed(x, layer[f"attn/{name}_norm"], c)
-        return _turned(x, i, c)
+        x = _turned(x, i, c)
+        return _normed(x, layer[f"attn/{name}_norm"], c) if c.qk_norm == "rotated_head" else x
 
     shared = h // (c.heads // c.kv_heads)
     return _attended(columns("q", h), columns("k", shared), columns("v", shared), layer, h, i, c)
@@ -453,16 +472,21 @@ def _experts(
 ) -> np.ndarray:
     """The experts of `y` that the router chooses by `routed`."""
     logits = routed @ layer["mlp/router"].T + layer.get("mlp/router_bias", 0.0)
-    if experts.scores == "sigmoid":
-        weights = 1 / (1 + np.exp(-logits))
-        choice = np.stack([_in_groups(row, experts) for row in weights + layer["mlp/router_correction_bias"]])
-    else:
-        weights, choice = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True), logits
+    weights = 1 / (1 + np.exp(-logits))
+    if experts.scores != "sigmoid":
+        weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    choice = logits
+    if experts.has_correction:
+        correction = layer["mlp/router_correction_bias"].reshape(1, -1)
+        choice = np.stack([_in_groups(row, experts) for row in weights + correction])
     weights = np.where(choice >= np.sort(choice, axis=1)[:, [-experts.active]], weights, 0.0)
     if experts.normalized:
         weights = weights / weights.sum(axis=1, keepdims=True)
     weights = weights * experts.scale * layer.get("mlp/router_scale", 1.0)
-    out = sum(weights[:, [e]] * _block(y, _expert(layer, e, experts), "mlp", c) for e in range(experts.count))
+    read = y @ layer["mlp/latent_in"].T if experts.latent else y
+    out = sum(weights[:, [e]] * _block(read, _expert(layer, e, experts), "mlp", c) for e in range(experts.count))
+    if experts.latent:
+        out = out @ layer["mlp/latent_out"].T
     if experts.shared_hidden:
         shared = {path.replace("/shared", ""): a for path, a in layer.items() if "/shared/" in path}
         gate = 1 / (1 + np.exp(-(y @ layer["mlp/shared_expert_gate"].T))) if experts.shared_gate else 1.0

@@ -90,6 +90,8 @@ class DecoderConfig:
         sub_norms: whether the output projection of attention and the down projection have RMSNorms on their inputs (BitNet).
         norm_offset: added to the gain of every RMSNorm (1 in Gemma).
         sinks: whether each head's softmax has one more logit, without a value (gpt-oss).
+        mlp_layers: the layers with a feed-forward block alone; where there are any, the others have attention alone (Nemotron-H).
+            Empty: every layer has both.
         gated: whether the feed-forward block has a gate; else it is `down act(up x)`.
         activation: the activation of the gate, or of the up projection.
         activation_limit: the limit of "clamped_swiglu".
@@ -163,6 +165,7 @@ class DecoderConfig:
     sub_norms: bool = False
     norm_offset: float = 0.0
     sinks: bool = False
+    mlp_layers: tuple[int, ...] = ()
     gated: bool = True
     activation: Activation = "silu"
     activation_limit: float = 7.0
@@ -245,6 +248,8 @@ class DecoderConfig:
             raise QuantError("rope_theta is 1, whose logarithm YaRN divides by; expected another base")
         if self.sub_norms and self.experts is not None:
             raise QuantError("sub_norms is true, but experts have no norms on the inputs of their down projections")
+        if self.mlp_layers:
+            self._check_single_blocks()
         if self.latent is not None:
             self._check_latent(self.latent)
         if self.recurrent is not None:
@@ -262,6 +267,7 @@ class DecoderConfig:
         for name, listed in (
             ("window_layers", self.window_layers),
             ("nope_layers", self.nope_layers),
+            ("mlp_layers", self.mlp_layers),
             ("experts.layers", of_experts),
             (f"{self._recurrent_name}.layers", of_recurrent),
         ):
@@ -274,8 +280,10 @@ class DecoderConfig:
             raise QuantError("norm_bias is true, but norm_kind is 'rms': an RMSNorm has no bias")
         if self.norm_kind == "layer" and (self.norms != "pre" or self.recurrent is not None or self.latent is not None):
             raise QuantError("norm_kind is 'layer', with norms on outputs, latent attention or layers with a state")
-        if not self.gated and (self.experts is not None or self.fused_mlp or self.activation == "clamped_swiglu"):
-            raise QuantError("gated is false, with experts, a fused gate or an activation of two inputs")
+        if not self.gated and (self.fused_mlp or self.activation == "clamped_swiglu"):
+            raise QuantError("gated is false, with a fused gate or an activation of two inputs")
+        if not self.gated and self.experts is not None and self.experts.layout not in ("separate", "stacked"):
+            raise QuantError(f"gated is false, and experts.layout is {self.experts.layout!r}, which joins gate and up")
         if self.parallel != "none" and (self.norms != "pre" or self.per_layer is not None):
             raise QuantError(f"parallel is {self.parallel!r}, with norms on outputs or inputs per layer")
         if self.positions and self.positions - self.position_offset < self.context:
@@ -284,6 +292,19 @@ class DecoderConfig:
             )
         if self.fused_by_head and not self.fused:
             raise QuantError("fused_by_head is true, but fused is not")
+
+    def _check_single_blocks(self) -> None:
+        """Refuses what layers with one block do not have."""
+        if self.norms != "pre" or self.parallel != "none" or self.full is not None or self.shared_keys is not None:
+            raise QuantError("mlp_layers is given, with norms on outputs, parallel blocks, full or shared_keys")
+        if not any(self.has_attention(i) and self.recurrent_of(i) is None for i in range(self.layers)):
+            raise QuantError("mlp_layers is given, and no layer has softmax attention; one is expected at least")
+        of_experts = () if self.experts is None else self.experts.layers or range(self.layers)
+        of_recurrent = () if self.recurrent is None else self.recurrent.layers
+        if set(of_recurrent) & set(self.mlp_layers) or set(of_experts) - set(self.mlp_layers):
+            raise QuantError(
+                f"mlp_layers is {self.mlp_layers}, must have the layers with experts and none of {self._recurrent_name}"
+            )
 
     def _check_latent(self, latent: LatentAttention) -> None:
         """Refuses what multi-head latent attention does not have."""
@@ -389,9 +410,17 @@ class DecoderConfig:
         """Which of `kinds` a layer has."""
         return int(self.full is not None and not self.window_of(layer))
 
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention, or a state in its place."""
+        return layer not in self.mlp_layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward block or experts."""
+        return not self.mlp_layers or layer in self.mlp_layers
+
     def has_keys(self, layer: int) -> bool:
         """Whether a layer has keys and values of its own."""
-        return self.shared_keys is None or layer < self.layers - self.shared_keys.layers
+        return self.has_attention(layer) and (self.shared_keys is None or layer < self.layers - self.shared_keys.layers)
 
     def hidden_of(self, layer: int) -> int:
         """The width of a layer's dense feed-forward block."""
@@ -418,7 +447,8 @@ class DecoderConfig:
     def place_of(self, layer: int) -> int:
         """The number of a layer among those with its kind of attention, by which a KV cache has it.
 
-        A layer without keys and values of its own has the number of the layer whose it attends to.
+        A layer without keys and values of its own has the number of the layer whose it attends to. That of a layer without attention
+        means nothing.
         """
         alike = [i for i in range(self.layers) if self._cache_of(i) == self._cache_of(layer) and self.has_keys(i)]
         return alike.index(layer) if self.has_keys(layer) else len(alike) - 1
@@ -520,6 +550,7 @@ _CHOICES = {
 }
 _TUPLES: dict[str, Any] = {
     "nope_layers": list[int],
+    "mlp_layers": list[int],
     "window_layers": list[int],
     "rotated_inputs": list[str],
     "scaled_inputs": list[str],

@@ -340,20 +340,23 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
     def block(
         x: Array, kvs: KeysValues, state: LinearState | None, layer: Params, index: Array | int
     ) -> tuple[Array, KeysValues, LinearState | None]:
-        attn, name = layer["attn"], "out" if _is_recurrent(layer) else "o"
-        y = _before(x, attn, config)
-        if _is_recurrent(layer):
-            mixed, state = _mixed_by_state(y, attn, config, state, length)
-        else:
-            mixed, kvs = softmax(y, attn, kvs, index)
-        mixed = sub_norm(mixed, attn, config)
-        of_attention = plus_bias(linear(changed_input(mixed, attn, name, config), attn[name]), attn, name)
-        before, x = x, x + _after(of_attention, attn, config)
-        if config.parallel == "none":
-            y = _before(x, layer["mlp"], config)
-        elif config.parallel == "two_norms":
-            y = _before(before, layer["mlp"], config)
-        x = x + _after(_transformed(x, y, layer, config), layer["mlp"], config)
+        before, y = x, x
+        if "attn" in layer:
+            attn, name = layer["attn"], "out" if _is_recurrent(layer) else "o"
+            y = _before(x, attn, config)
+            if _is_recurrent(layer):
+                mixed, state = _mixed_by_state(y, attn, config, state, length)
+            else:
+                mixed, kvs = softmax(y, attn, kvs, index)
+            mixed = sub_norm(mixed, attn, config)
+            of_attention = plus_bias(linear(changed_input(mixed, attn, name, config), attn[name]), attn, name)
+            x = x + _after(of_attention, attn, config)
+        if "mlp" in layer:
+            if config.parallel == "none":
+                y = _before(x, layer["mlp"], config)
+            elif config.parallel == "two_norms":
+                y = _before(before, layer["mlp"], config)
+            x = x + _after(_transformed(x, y, layer, config), layer["mlp"], config)
         if inputs is not None:
             x = x + _after(_gated_input(x, layer["per_layer"], inputs, index, config), layer["per_layer"], config)
         if config.layer_scale:
@@ -365,7 +368,7 @@ def _block(config: DecoderConfig, softmax: SoftmaxAttention, inputs: Array | Non
 
 def _is_recurrent(layer: Params) -> bool:
     """Whether a layer has a state in place of keys and values."""
-    return "out" in layer["attn"]
+    return "out" in layer.get("attn", ())
 
 
 def _mixed_by_state(

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .config import DecoderConfig
-from .layer import Params, changed_input, feed_forward, gated, linear, plus_bias, rms_norm, scaled
+from .layer import Params, activated, changed_input, feed_forward, gated, linear, plus_bias, rms_norm, scaled
 from .part_configs import Experts
 
 _OVER_INPUTS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
@@ -52,15 +52,18 @@ def mixture(
     weights, chosen = _routed(y if routed is None else routed, mlp, experts)
     if "router_scale" in mlp:
         weights = weights * jnp.take(mlp["router_scale"].astype(jnp.float32), chosen, axis=0)
+    read = linear(y, mlp["latent_in"]) if experts.latent else y
     if isinstance(mlp["experts"], list):
-        total = jnp.zeros(y.shape, jnp.float32)
+        total = jnp.zeros(read.shape, jnp.float32)
         for index, expert in enumerate(mlp["experts"]):
             is_chosen = chosen == index
             weight = jnp.sum(jnp.where(is_chosen, weights, 0.0), axis=-1, keepdims=True)
-            out = weight * feed_forward(y, expert, config).astype(jnp.float32)
+            out = weight * feed_forward(read, expert, config).astype(jnp.float32)
             total = total + jnp.where(jnp.any(is_chosen, axis=-1, keepdims=True), out, 0.0)  # others may be infinite
     else:
-        total = _ragged(y, weights, chosen, mlp["experts"], config, experts)
+        total = _ragged(read, weights, chosen, mlp["experts"], config, experts)
+    if experts.latent:
+        total = linear(total.astype(y.dtype), mlp["latent_out"], dtype=jnp.float32)
     if "shared" in mlp:
         shared = feed_forward(y, mlp["shared"], config).astype(jnp.float32)
         if experts.shared_gate:
@@ -112,7 +115,10 @@ def _ragged(
     rows = jnp.take(y.reshape(-1, D), order // k, axis=0)  # [B T k, D]
     sizes = jnp.sum(flat[None, :] == jnp.arange(experts.count, dtype=flat.dtype)[:, None], axis=1, dtype=jnp.int32)
     of_row = flat[order]
-    hidden = gated(*_gate_and_up(rows, sizes, of_row, stacks, experts), config)
+    if config.gated:
+        hidden = gated(*_gate_and_up(rows, sizes, of_row, stacks, experts), config)
+    else:
+        hidden = activated(_product(rows, sizes, of_row, stacks, "up", experts), config)
     hidden = changed_input(hidden, stacks, "down", config, of_row)
     out = _product(hidden, sizes, of_row, stacks, "down", experts)
     back = jnp.take(out.astype(jnp.float32), jnp.argsort(order), axis=0).reshape(B, T, k, D)

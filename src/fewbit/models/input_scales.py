@@ -31,7 +31,7 @@ from .names import contraction_axis, shapes
 
 _AFTER_NORM = {
     "attn": ("q", "k", "v", "q+k+v", "q_a", "kv_a", "qkv", "z", "beta", "alpha", "qkvz", "ba", "in"),
-    "mlp": ("gate", "up", "gate+up", "router", "shared_expert_gate"),
+    "mlp": ("gate", "up", "gate+up", "router", "shared_expert_gate", "latent_in"),
 }
 _IN_BLOCK = ("gate", "up", "gate+up")
 
@@ -137,6 +137,8 @@ class _Inputs:
     def attention(self, layer: int) -> Iterator[ScalableInput]:
         """The inputs of a layer's attention."""
         at, config, latent = f"layers/{layer}/attn", self.config, self.config.latent
+        if not config.has_attention(layer):
+            return
         readers = [f"{at}/{name}" for name in _AFTER_NORM["attn"]]
         if config.parallel == "one_norm":
             readers += [f"layers/{layer}/mlp/{name}" for name in _AFTER_NORM["mlp"]]
@@ -197,7 +199,8 @@ class _Inputs:
             path.rsplit("/", 1)[0] for path in self.shapes if path.startswith(f"{at}/experts/") and path.endswith("/down")
         ]
         blocks = [block for block in (at, f"{at}/shared") if f"{block}/down" in self.shapes]
-        inner = [f"{block}/{name}" for block in (f"{at}/shared", *experts) for name in _IN_BLOCK]
+        reads_stream = [f"{at}/shared"] if f"{at}/latent_in" in self.shapes else [f"{at}/shared", *experts]
+        inner = [f"{block}/{name}" for block in reads_stream for name in _IN_BLOCK]
         own = [f"{at}/{name}" for name in _AFTER_NORM["mlp"] if f"{at}/{name}_norm" not in self.shapes]
         yield from self.after_norm(f"{at}/norm", [*own, *inner])
         yield from self.after_norm(f"{at}/router_norm", [f"{at}/router"])

@@ -47,7 +47,7 @@ def stack_experts(params: Params) -> Params:
 
 
 def _with_stacked_experts(layer: Params) -> Params:
-    experts = layer["mlp"].get("experts")
+    experts = layer.get("mlp", {}).get("experts")
     if not isinstance(experts, list) or not _can_stack(experts):
         return layer
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
@@ -84,7 +84,7 @@ def products(tree: Params, names: tuple[str, ...], widths: Sequence[int], linear
 def _layer_joined(layer: Params) -> Params:
     parts = {}
     for part, names in JOINED.items():
-        weights = [layer[part].get(name) for name in names]
+        weights = [layer.get(part, {}).get(name) for name in names]
         if _can_join(weights):
             others = {name: leaf for name, leaf in layer[part].items() if name not in names}
             fused = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *weights)

@@ -18,7 +18,8 @@ class NameTable:
 
     Attributes:
         title: its name in messages.
-        names: our path -> their name; `{}` is the number of the layer, a second one that of the expert, in both.
+        names: our path -> their name; `{}` is the number of the layer, a second one that of the expert, in both. A path with its numbers
+            comes before such a pattern.
         transposed: the paths whose weights are stored `[in, out]`.
         derived: a pattern of buffers that the decoder does not read, such as frequencies and ranges of a cache.
         others: a pattern of the tensors of other parts of the model, such as a vision tower.
@@ -92,7 +93,9 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         result["per_layer_embed"] = (inputs.vocab, width)
         result |= {"per_layer_projection": (width, D), "per_layer_norm": (inputs.width,)}
     for i in range(config.layers):
-        for part, shape in (*_attention_shapes(config, i), *_mlp_shapes(config, i), *_other_shapes(config, i)):
+        attention = _attention_shapes(config, i) if config.has_attention(i) else ()
+        mlp = _mlp_shapes(config, i) if config.has_mlp(i) else ()
+        for part, shape in (*attention, *mlp, *_other_shapes(config, i)):
             path = f"layers/{i}/{part}"
             result[path] = shape
             if config.scales_input_of(path):
@@ -233,11 +236,9 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if config.norms != "post" and config.parallel != "one_norm":
         yield from _norm_shapes("mlp/norm", config)
     if experts is not None and not experts.beside_dense:
-        yield from _expert_shapes("mlp", experts, D, is_joined=config.fused_mlp)
-    elif config.gated:
-        yield from _block_shapes("mlp", D, F, is_joined=config.fused or config.fused_mlp)
+        yield from _expert_shapes("mlp", experts, config, is_joined=config.fused_mlp)
     else:
-        yield from (("mlp/up", (F, D)), ("mlp/down", (D, F)))
+        yield from _block_shapes("mlp", D, F, gated=config.gated, is_joined=config.fused or config.fused_mlp)
     if config.mlp_bias and (experts is None or experts.beside_dense):
         names = {"gate": F, "up": F, "down": D} if config.gated else {"up": F, "down": D}
         yield from ((f"mlp/{name}_bias", (width,)) for name, width in names.items())
@@ -252,7 +253,7 @@ def _other_shapes(config: DecoderConfig, layer: int) -> Shapes:
     D, experts = config.width, config.experts_of(layer)
     if experts is not None and experts.beside_dense:
         yield from (("mlp/out_norm", (D,)), ("moe/norm", (D,)), ("moe/router_norm", (D,)))
-        yield from _expert_shapes("moe", experts, D)
+        yield from _expert_shapes("moe", experts, config)
         if experts.router_scale:
             yield "moe/router_scale", (experts.count,)
         yield "moe/out_norm", (D,)
@@ -265,19 +266,24 @@ def _other_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield "scale", (1,)
 
 
-def _block_shapes(path: str, D: int, F: int, *, is_joined: bool = False) -> Shapes:
+def _block_shapes(path: str, D: int, F: int, *, gated: bool = True, is_joined: bool = False) -> Shapes:
     """The shapes of a feed-forward block."""
-    if is_joined:
+    if not gated:
+        yield f"{path}/up", (F, D)
+    elif is_joined:
         yield f"{path}/gate+up", (2 * F, D)
     else:
         yield from ((f"{path}/gate", (F, D)), (f"{path}/up", (F, D)))
     yield f"{path}/down", (D, F)
 
 
-def _expert_shapes(at: str, experts: Experts, D: int, *, is_joined: bool = False) -> Shapes:
+def _expert_shapes(at: str, experts: Experts, config: DecoderConfig, *, is_joined: bool = False) -> Shapes:
     """The shapes of a mixture of experts, by its layout; `is_joined` is whether gate and up of the shared expert are one leaf."""
-    E, F, path = experts.count, experts.hidden, f"{at}/experts"
-    yield f"{at}/router", (E, D)
+    E, F, path, width, gated = experts.count, experts.hidden, f"{at}/experts", config.width, config.gated
+    D = experts.latent or width
+    yield f"{at}/router", (E, width)
+    if experts.latent:
+        yield from ((f"{at}/latent_in", (D, width)), (f"{at}/latent_out", (width, D)))
     if experts.bias:
         yield f"{at}/router_bias", (E,)
     if experts.has_correction:
@@ -285,9 +291,9 @@ def _expert_shapes(at: str, experts: Experts, D: int, *, is_joined: bool = False
     match experts.layout:
         case "separate":
             for e in range(E):
-                yield from _block_shapes(f"{path}/{e}", D, F)
+                yield from _block_shapes(f"{path}/{e}", D, F, gated=gated)
         case "stacked":
-            yield from ((name, (E, *shape)) for name, shape in _block_shapes(path, D, F))
+            yield from ((name, (E, *shape)) for name, shape in _block_shapes(path, D, F, gated=gated))
         case "joined":
             yield from ((f"{path}/gate+up", (E, 2 * F, D)), (f"{path}/down", (E, D, F)))
         case "interleaved":
@@ -295,11 +301,11 @@ def _expert_shapes(at: str, experts: Experts, D: int, *, is_joined: bool = False
     if experts.bias:
         joined = experts.layout in ("joined", "interleaved")
         names = {"gate+up": 2 * F} if joined else {"gate": F, "up": F}
-        yield from ((f"{path}/{name}_bias", (E, width)) for name, width in {**names, "down": D}.items())
+        yield from ((f"{path}/{name}_bias", (E, size)) for name, size in {**names, "down": D}.items())
     if experts.shared_hidden:
-        yield from _block_shapes(f"{at}/shared", D, experts.shared_hidden, is_joined=is_joined)
+        yield from _block_shapes(f"{at}/shared", width, experts.shared_hidden, gated=gated, is_joined=is_joined)
         if experts.shared_gate:
-            yield f"{at}/shared_expert_gate", (1, D)
+            yield f"{at}/shared_expert_gate", (1, width)
 
 
 def check_layers(config: DecoderConfig, count: int) -> None:
@@ -490,7 +496,9 @@ _NUMBER = re.compile(r"(?<=[/.])\d+(?=[/.])")
 
 
 def _translated(text: str, table: Mapping[str, str], kind: str) -> str:
-    """The table's entry for the text, with its numbers filled in."""
+    """The table's entry for the text itself, or for its pattern, with the numbers filled in."""
+    if text in table:
+        return table[text]
     pattern, numbers = _pattern(text)
     if pattern not in table:
         raise QuantError(f"unknown {kind} {text!r}; {near_names(pattern, tuple(table))}")

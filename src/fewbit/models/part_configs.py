@@ -38,6 +38,7 @@ class Experts:
         sum_eps: with a correction, added to the sum that they are divided by.
         shared_hidden: width of an expert that every token passes; 0: none.
         shared_gate: whether a sigmoid gate scales the shared expert.
+        latent: width of what the experts read and write, projected from the residual stream and back (Nemotron 3); 0: the stream's.
         bias: whether router and experts have biases.
         beside_dense: whether a layer has a dense feed-forward block and experts, whose outputs are normed and added. The router and
             the experts then have input norms of their own (Gemma 4).
@@ -64,6 +65,7 @@ class Experts:
     sum_eps: float = 1e-20
     shared_hidden: int = 0
     shared_gate: bool = True
+    latent: int = 0
     bias: bool = False
     beside_dense: bool = False
     router_scale: bool = True
@@ -76,6 +78,8 @@ class Experts:
             raise QuantError(f"experts.active is {self.active}, more than experts.count, {self.count}")
         if self.shared_hidden:
             check_size("experts.shared_hidden", self.shared_hidden)
+        if self.latent:
+            check_size("experts.latent", self.latent)
         if self.beside_dense and self.shared_hidden:
             raise QuantError("experts.beside_dense is true and shared_hidden not 0; every token passes one of the two")
         for name, kind in (("layout", ExpertLayout), ("scores", RouterScores)):

@@ -26,10 +26,11 @@ from .names import contraction_axis, params_from_paths, paths_of_params
 _LINEAR_READERS = ("qkv", "z", "beta", "alpha", "qkvz", "ba", "in")
 _READERS = (
     *("q", "k", "v", "q+k+v", "q_a", "kv_a", *_LINEAR_READERS, "gate", "up", "gate+up", "router", "shared_expert_gate"),
+    "latent_in",
     "per_layer_projection",
 )
 _NORMS = ("norm", "router_norm")
-_WRITERS = ("o", "out", "down")
+_WRITERS = ("o", "out", "down", "latent_out")
 
 
 def random_rotation(width: int, *, key: Key[Array, ""]) -> np.ndarray:
@@ -177,6 +178,8 @@ def _rotated(
         return (array + offset) * signs - offset
     if signs is not None and name.removesuffix("_bias") in _WRITERS:
         return array
+    if "/experts/" in path and f"{path.partition('/experts/')[0]}/latent_in" in old:
+        return array  # reads and writes the latent of the stream
     if name in _NORMS:
         return np.full_like(array, 1 - offset)
     if name == "norm_bias":

@@ -135,7 +135,8 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, NameTable | None]:
     """The configuration in the checkpoint's metadata, and its naming scheme. A scheme of None means our own paths."""
     metadata = checkpoint.metadata
     if checkpoint.kind == "gguf":
-        return config_from_gguf(metadata, checkpoint.tensors), gguf_table_of(metadata)
+        config = config_from_gguf(metadata, checkpoint.tensors)
+        return config, gguf_table_of(metadata, config)
     architecture = metadata.get("architecture")
     if (
         checkpoint.kind in ("fewbit", "orbax")

@@ -61,6 +61,21 @@ _HYBRID: dict[str, Any] = {
     "mamba_d_state": 16,
 }
 
+_NEMOTRON_H: dict[str, Any] = {
+    "num_hidden_layers": None,
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "time_step_min": 1e-9,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 2.0,
+}
+
 _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -289,6 +304,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
             "logits_scaling": 4.0,
         },
+    ),
+    "nemotron-h": ("nemotron_h", {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    "nemotron-h-moe": (
+        "nemotron_h",
+        {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]},
+    ),
+    "nemotron-h-latent": (
+        "nemotron_h",
+        {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "moe", "full_attention"], "moe_latent_size": 32},
     ),
     "lfm2": (
         "lfm2",

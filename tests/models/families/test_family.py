@@ -559,6 +559,11 @@ def test_layers_may_be_dense_or_sparse():
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla = True; supported is False"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias = True; supported is False"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1; supported is 0"),
+        ("nemotron_h", {"attention_bias": True}, "attention_bias = True; supported is False"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias = True; supported is False"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings = True; supported is False"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\]"),
+        ("nemotron_h", {"layers_block_type": ["conv"]}, "a layer of the kind 'conv'; supported is 'linear_attention'"),
         ("youtu", {"n_routed_experts": 4}, "n_routed_experts = 4; supported is 1"),
     ],
 )
@@ -566,6 +571,14 @@ def test_what_newer_mixtures_lack_is_refused(case: str, change: dict[str, Any], 
     form = {**CASES[case][1], "model_type": case}
     with pytest.raises(UnsupportedError, match=message):
         config_from_hf({**form, **change})
+
+
+def test_older_files_of_nemotron_h_have_a_letter_for_each_layer():
+    form = {**CASES["nemotron_h"][1], "model_type": "nemotron_h"}
+    older = {**form, "layers_block_type": None, "hybrid_override_pattern": "M-*EME", "num_hidden_layers": 6}
+    assert config_from_hf(older) == config_from_hf(form)
+    with pytest.raises(QuantError, match="lacks 'layers_block_type', or the older 'hybrid_override_pattern'"):
+        config_from_hf({**form, "layers_block_type": None})
 
 
 def test_sizes_that_published_files_of_hunyuan_have_for_each_layer():

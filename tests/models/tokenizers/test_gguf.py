@@ -266,6 +266,7 @@ KINDS = {
     "exaone_moe": [("gpt2", "exaone-moe")],
     "solar_open": [("gpt2", "solar-open")],
     "granitemoeshared": [("gpt2", "refact")],
+    "nemotron_h": [("gpt2", "tekken")],
     "lfm2": [("gpt2", "lfm2")],
     "lfm2_moe": [("gpt2", "lfm2")],
     "arcee": [("gpt2", "llama-bpe")],

@@ -34,6 +34,7 @@ from tests.nets.random_decoder import (
     LINEAR,
     MAMBA,
     OTHERS,
+    SINGLE_BLOCKS,
     SMALL,
     UNTIED,
     compiled_logits,
@@ -52,6 +53,7 @@ CONFIGS = {
     "linear": ONE_LINEAR,
     "mamba": dataclasses.replace(MAMBA, layers=2, nope_layers=(), mamba=dataclasses.replace(MAMBA.mamba, layers=(0,))),
     "by head": BY_HEAD,
+    "single blocks": SINGLE_BLOCKS,
 }
 
 

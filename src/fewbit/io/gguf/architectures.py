@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from ..._hybrids import nemotron_h_kinds
+
 Kind: TypeAlias = type[int] | type[float]
 FieldRow: TypeAlias = tuple[str, Kind, tuple[str, ...]]
 """The key of a field without the architecture's name, its type, and the names in config.json, the first found counts."""
@@ -67,6 +69,7 @@ class Architecture:
         has_kinds_of_layers: whether its layers have heads and blocks of several sizes, which `layers/gemma4.py` describes.
         has_state_spaces: whether layers may be state spaces, which `layers/state_space.py` describes; without them it has another name.
         has_short_convolutions: whether layers may be short convolutions, which `layers/short_conv.py` describes.
+        has_single_blocks: whether layers have one block each, which `layers/nemotron_h.py` describes; with experts it has another name.
         has_layer_norms: whether norms are LayerNorms.
         is_transposed: whether checkpoints store weights `[in, out]`.
         is_fused_by_head: whether the fused projection has the rows of each head in turn; GGUF has all queries first.
@@ -95,6 +98,7 @@ class Architecture:
     has_kinds_of_layers: bool = False
     has_state_spaces: bool = False
     has_short_convolutions: bool = False
+    has_single_blocks: bool = False
     has_layer_norms: bool = False
     is_transposed: bool = False
     is_fused_by_head: bool = False
@@ -109,6 +113,8 @@ class Architecture:
         said = {**self.defaults, **config, **{key: value for key, value in renamed.items() if value is not None}}
         if self.name == "gpt2" and said.get("intermediate_size") is None:
             said["intermediate_size"] = 4 * said["hidden_size"]
+        if self.has_single_blocks:
+            said["num_hidden_layers"] = len(nemotron_h_kinds(config))
         for key in _BY_LAYER:
             if isinstance(sizes := said.get(key), list) and sizes and sizes == sizes[:1] * len(sizes):
                 said[key] = sizes[0]
@@ -650,6 +656,42 @@ ARCHITECTURES = {
             "attention_bias": (False,),
             "position_embedding_type": ("rope", "nope", None),
             "normalization_function": ("rmsnorm",),
+            "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf]),
+        },
+    ),
+    "nemotron_h": Architecture(
+        "nemotron_h",
+        has_single_blocks=True,
+        names={"rms_norm_eps": "layer_norm_epsilon"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "layer_norm_epsilon": 1e-5,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "intermediate_size": 21504,
+            "mlp_hidden_act": "relu2",
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "mamba_hidden_act": "silu",
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        assumed={
+            **_NO_GROUPS,
+            "mlp_hidden_act": ("relu2",),
+            "mamba_hidden_act": ("silu", "swish"),
+            "attention_bias": (False,),
+            "use_bias": (False,),
+            "tie_word_embeddings": (False,),
             "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf]),
         },
     ),

@@ -23,7 +23,9 @@ from .layers.gemma4 import name_of_scale, target_of_factors, with_expert_factors
 from .layers.linear_attention import PARTS, LinearHeads, linear_part, linear_tensors
 from .stored import Stored, stacked, stored
 
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(
+    r"(?:model|backbone)\.layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?experts\.(\d+)\.(\w+)\.weight"
+)
 _EXPERTS = re.compile(
     r"model\.layers\.(\d+)\.(?:(?:(?:mlp|feed_forward)\.)?experts\.(?=gate_up|down)|block_sparse_moe\.(?=input_|output_))"
     r"(gate_up_proj|down_proj|input_linear|output_linear)(_bias|\.weight)?"
@@ -158,7 +160,9 @@ class Conversion:
 
     def _state_space_targets(self, name: str) -> tuple[str, ...]:
         """The GGUF names of a tensor of a state space or of the shared feed-forward block; empty for another one."""
-        return state_space.targets(name, self._settings) if self.architecture.name.startswith("granite") else ()
+        return (
+            state_space.targets(name, self._settings) if self.architecture.name.startswith(("granite", "nemotron_h")) else ()
+        )
 
     @property
     def _expert_count(self) -> int:

@@ -13,7 +13,7 @@ from ..._registry import near_names
 from ...errors import QuantError, UnsupportedError
 from .architectures import ARCHITECTURES, COMMON, LAYER_NORM, Architecture, FieldRow
 from .fields import Field
-from .layers import short_conv, state_space
+from .layers import nemotron_h, short_conv, state_space
 from .layers.gemma4 import layer_fields, rope_factors, rotary_dim
 from .layers.linear_attention import LinearHeads
 from .stored import Stored, stored
@@ -42,6 +42,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             raise UnsupportedError(f"llama.cpp runs {kind} only with {key} {accepted[0]!r}, config.json has {said[key]!r}")
     if architecture.has_state_spaces:
         architecture = dataclasses.replace(architecture, name=state_space.name_of_architecture(said))
+    if architecture.has_single_blocks:
+        architecture = dataclasses.replace(architecture, name=nemotron_h.name_of_architecture(said))
     _check_layers(architecture, said)
     return architecture
 
@@ -88,6 +90,8 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
         fields |= {f"{architecture.name}.{key}": value for key, value in layer_fields(said).items()}
     if architecture.has_short_convolutions:
         fields |= {f"{architecture.name}.{key}": value for key, value in short_conv.layer_fields(said).items()}
+    if architecture.has_single_blocks:
+        fields |= {f"{architecture.name}.{key}": value for key, value in nemotron_h.layer_fields(said).items()}
     if architecture.has_state_spaces:
         fields |= {f"{architecture.name}.{key}": value for key, value in state_space.layer_fields(said).items()}
     for key, value in _rope_fields(architecture, said).items():
@@ -267,7 +271,8 @@ def _says_windows(architecture: Architecture, config: Mapping[str, Any]) -> bool
 
 def _has_other_layers(architecture: Architecture) -> bool:
     """Whether `layer_types` says more than which layers have a window."""
-    return architecture.has_kinds_of_layers or architecture.has_state_spaces or architecture.has_short_convolutions
+    kinds = (architecture.has_kinds_of_layers, architecture.has_state_spaces, architecture.has_short_convolutions)
+    return any(kinds) or architecture.has_single_blocks
 
 
 def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:

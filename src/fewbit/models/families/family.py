@@ -151,6 +151,7 @@ class Family:
         gguf_table: the names of its parameters in GGUF files.
         permutes: whether llama.cpp's converter orders the rows of q and k for the "interleaved" rotary embedding.
         other_table: `table` of a configuration whose names differ; None for the others.
+        other_gguf_table: `gguf_table` of such a configuration.
     """
 
     model_type: str
@@ -161,10 +162,15 @@ class Family:
     gguf_table: NameTable = GGUF
     permutes: bool = False
     other_table: Callable[[DecoderConfig], NameTable | None] = lambda _: None
+    other_gguf_table: Callable[[DecoderConfig], NameTable | None] = lambda _: None
 
     def table_of(self, config: DecoderConfig) -> NameTable:
         """The names of the parameters of a configuration in Hugging Face files."""
         return self.other_table(config) or self.table
+
+    def gguf_table_of(self, config: DecoderConfig) -> NameTable:
+        """The names of the parameters of a configuration in GGUF files."""
+        return self.other_gguf_table(config) or self.gguf_table
 
 
 class Common(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from ...errors import UnsupportedError
 from ..config import DecoderConfig
 from .dense import bitnet, ernie, exaone, gemma, llama, olmo, phi, seed, smollm
 from .family import Family
-from .hybrids import granite, lfm2, qwen
+from .hybrids import granite, lfm2, nemotron_h, qwen
 from .layer_norm import cohere, gpt, nemotron, stablelm, starcoder
 from .mixtures import deepseek, glm, gpt_oss, hunyuan
 
@@ -19,7 +19,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for module in (
         *(llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss, deepseek, glm, seed, exaone, ernie, bitnet, lfm2),
-        *(hunyuan, starcoder, stablelm, nemotron, cohere, gpt),
+        *(nemotron_h, hunyuan, starcoder, stablelm, nemotron, cohere, gpt),
     )
     for family in module.FAMILIES
 }

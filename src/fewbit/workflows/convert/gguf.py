@@ -216,7 +216,7 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
     if model.config is not None and model.config.extra_layers:  # whose tensors are left out
         fields |= {f"{architecture}.block_count": model.config.layers, f"{architecture}.nextn_predict_layers": 0}
     if model.config is not None:
-        table = gguf_table_of(model.metadata)
+        table = gguf_table_of(model.metadata, model.config)
         if derived_names := [entry.name for entry in header.entries if table.is_derived(entry.name)]:
             read = read_gguf(model.path).tensors
             derived = {name: stored(read[name], f"tensor {name!r}", ternary) for name in derived_names}

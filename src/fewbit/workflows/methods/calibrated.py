@@ -496,7 +496,7 @@ def _with_stacked_experts(layer: PyTree) -> PyTree:
 
     Float experts of several dtypes are stacked in float32, so that their statistics are of their own tokens.
     """
-    leaves = jax.tree.leaves(layer["mlp"].get("experts"), is_leaf=is_qarray)
+    leaves = jax.tree.leaves(layer.get("mlp", {}).get("experts"), is_leaf=is_qarray)
     if not any(map(is_qarray, leaves)) and len({x.dtype for x in leaves}) > 1:
         experts = jax.tree.map(lambda x: x.astype(jnp.float32), layer["mlp"]["experts"])
         layer = {**layer, "mlp": {**layer["mlp"], "experts": experts}}

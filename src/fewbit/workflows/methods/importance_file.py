@@ -153,9 +153,9 @@ def tensor_names(model: Model, path: str) -> tuple[str, ...]:
         return (path,)
     table = GGUF
     if model.kind == "gguf":
-        table = gguf_table_of(model.metadata)
+        table = gguf_table_of(model.metadata, model.config)
     elif "model_type" in model.metadata:
-        table = family_of(language_config(model.metadata)).gguf_table
+        table = family_of(language_config(model.metadata)).gguf_table_of(model.config)
     stacked = EXPERT.sub("experts/", path)
     parts = (stacked,)
     if stacked.endswith("/experts/gate+up"):

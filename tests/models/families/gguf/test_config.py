@@ -143,7 +143,7 @@ def test_gates_and_up_projections_of_experts_may_be_joined(model_type: str):
     assert found.experts is not None and found.experts.layout == "joined"
     tokens = random_tokens(config, 1, 9)
     expected = np.asarray(run(params, tokens, config))
-    got = run(params_from_named(arrays, family.gguf_table, found), tokens, found)
+    got = run(params_from_named(arrays, family.gguf_table_of(found), found), tokens, found)
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
@@ -230,7 +230,7 @@ def test_layers_for_multi_token_prediction_are_left_out():
     arrays |= {f"blk.3.{name}.weight": arrays["blk.2.attn_q.weight"] for name in ("attn_q", "nextn.eh_proj")}
     found = config_from_gguf({**fields, "glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}, arrays)
     assert (found.layers, found.extra_layers) == (3, 1)
-    assert len(params_from_named(arrays, family.gguf_table, found)["layers"]) == 3
+    assert len(params_from_named(arrays, family.gguf_table_of(found), found)["layers"]) == 3
     with pytest.raises(QuantError, match="has 1 layers, and 1 of them for multi-token prediction"):
         config_from_gguf({**fields, "glm4moe.block_count": 1, "glm4moe.nextn_predict_layers": 1}, arrays)
 
@@ -292,7 +292,7 @@ def test_missing_keys_are_named():
 IN_GGUF = [model_type for model_type, family in FAMILIES.items() if family.gguf]
 """The families whose GGUF files the decoder runs."""
 
-KINDS_OF_LAYERS = ["gemma4_text-experts", "gemma4_text-shared", "granitemoehybrid-experts"]
+KINDS_OF_LAYERS = ["gemma4_text-experts", "gemma4_text-shared", "granitemoehybrid-experts", "nemotron_h-mlp"]
 """Further cases of families whose layers differ."""
 
 KEYS = {
@@ -331,6 +331,11 @@ CHANGED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**CASES["granitemoehybrid-mamba"][1], "mamba_proj_bias": False, "intermediate_size": 40},
     "granitemoehybrid-experts": {"position_embedding_type": "rope"},
     "ernie4_5_moe": {"moe_layer_interval": 1},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "intermediate_size": 24,
+    },
+    "nemotron_h-mlp": {"use_bias": False},
     "exaone_moe": {"n_group": 1, "num_hidden_layers": 4, "layer_types": None},
     "solar_open": {"n_group": 1, "topk_group": 1},
     "lfm2": {"conv_bias": False},
@@ -375,45 +380,50 @@ def as_gguf(
         arrays = {path: array[:, 0] if path.endswith("conv1d") else array for path, array in arrays.items()}
     if config.fused_by_head:
         arrays = {path: queries_first(array, config) if "/q+k+v" in path else array for path, array in arrays.items()}
-    named = {family.gguf_table.name(path): array for path, array in arrays.items()}
-    fields = {"general.architecture": family.gguf, **{f"{family.gguf}.{k}": getattr(config, v) for k, v in KEYS.items()}}
+    named = {family.gguf_table_of(config).name(path): array for path, array in arrays.items()}
+    architecture = "nemotron_h_moe" if config.mlp_layers and config.experts is not None else family.gguf
+    fields = {"general.architecture": architecture, **{f"{architecture}.{k}": getattr(config, v) for k, v in KEYS.items()}}
     if config.norm_kind == "layer":
-        fields[f"{family.gguf}.attention.layer_norm_epsilon"] = fields.pop(f"{family.gguf}.attention.layer_norm_rms_epsilon")
+        fields[f"{architecture}.attention.layer_norm_epsilon"] = fields.pop(
+            f"{architecture}.attention.layer_norm_rms_epsilon"
+        )
     if config.window_rope_theta:
-        fields[f"{family.gguf}.rope.freq_base_swa"] = config.window_rope_theta
-    fields[f"{family.gguf}.rope.dimension_count"] = config.rotated
-    fields[f"{family.gguf}.logit_scale"] = config.logit_scale if config.norm_kind == "layer" else 1 / config.logit_scale
-    if family.gguf == "gptneox":
+        fields[f"{architecture}.rope.freq_base_swa"] = config.window_rope_theta
+    fields[f"{architecture}.rope.dimension_count"] = config.rotated
+    fields[f"{architecture}.logit_scale"] = config.logit_scale if config.norm_kind == "layer" else 1 / config.logit_scale
+    if architecture == "gptneox":
         fields["gptneox.use_parallel_residual"] = config.parallel == "two_norms"
     if config.experts is not None:
         of_experts = {"count": "expert_count", "active": "expert_used_count", "hidden": "expert_feed_forward_length"}
         for name, key in {**of_experts, "shared_hidden": "expert_shared_feed_forward_length"}.items():
-            fields[f"{family.gguf}.{key}"] = getattr(config.experts, name)
-    if family.gguf == "olmo2" and config.window:
+            fields[f"{architecture}.{key}"] = getattr(config.experts, name)
+    if architecture == "olmo2" and config.window:
         pattern = [layer in config.window_layers for layer in range(config.layers)]
         fields["olmo2.attention.sliding_window_pattern"] = pattern
-    if family.gguf in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "exaone-moe"):
-        fields |= {f"{family.gguf}.{key}": value for key, value in routed_fields(config).items()}
+    if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "exaone-moe", "nemotron_h_moe"):
+        fields |= {f"{architecture}.{key}": value for key, value in routed_fields(config).items()}
     if config.linear is not None:
-        fields |= {f"{family.gguf}.{key}": value for key, value in linear_fields(config.linear).items()}
+        fields |= {f"{architecture}.{key}": value for key, value in linear_fields(config.linear).items()}
     if config.latent is not None:
         fields |= {f"deepseek2.{key}": value for key, value in latent_fields(config, split=split).items()}
     if config.mamba is not None:
-        fields |= {f"granitehybrid.{key}": value for key, value in state_space_fields(config, config.mamba).items()}
+        fields |= {f"{architecture}.{key}": value for key, value in state_space_fields(config, config.mamba).items()}
+    if config.mlp_layers:
+        fields |= {f"{architecture}.{key}": value for key, value in single_block_fields(config).items()}
     if config.short_conv is not None:
         heads = [0 if layer in config.short_conv.layers else config.kv_heads for layer in range(config.layers)]
         fields |= {
-            f"{family.gguf}.attention.head_count_kv": heads,
-            f"{family.gguf}.shortconv.l_cache": config.short_conv.kernel,
+            f"{architecture}.attention.head_count_kv": heads,
+            f"{architecture}.shortconv.l_cache": config.short_conv.kernel,
         }
-    if family.gguf == "gemma4":
+    if architecture == "gemma4":
         fields |= {f"gemma4.{key}": value for key, value in fields_of_kinds(config).items()}
     if isinstance(config.rope_scaling, Proportional):
         named["rope_freqs.weight"] = jnp.asarray(factors_of_pairs(config, config.rope_scaling))
     elif config.rope_scaling is not None:
-        fields[f"{family.gguf}.rope.scaling.type"] = "yarn"
-        fields[f"{family.gguf}.rope.scaling.factor"] = config.rope_scaling.factor
-        fields[f"{family.gguf}.rope.scaling.original_context_length"] = config.rope_scaling.original_context
+        fields[f"{architecture}.rope.scaling.type"] = "yarn"
+        fields[f"{architecture}.rope.scaling.factor"] = config.rope_scaling.factor
+        fields[f"{architecture}.rope.scaling.original_context_length"] = config.rope_scaling.original_context
     return fields, named
 
 
@@ -434,8 +444,20 @@ def fields_of_kinds(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def single_block_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of Nemotron-H, whose layers have attention, a state or a feed-forward block."""
+    keys = [layer for layer in range(config.layers) if config.has_keys(layer) and config.recurrent_of(layer) is None]
+    fields: dict[str, Any] = {
+        "attention.head_count_kv": [config.kv_heads if layer in keys else 0 for layer in range(config.layers)],
+        "feed_forward_length": [config.hidden if config.has_mlp(layer) else 0 for layer in range(config.layers)],
+    }
+    if config.experts is not None:
+        fields["moe_latent_size"] = config.experts.latent
+    return fields
+
+
 def state_space_fields(config: DecoderConfig, mamba: Mamba2) -> dict[str, Any]:
-    """The fields of Granite 4."""
+    """The fields of state spaces."""
     fields: dict[str, Any] = {
         "attention.head_count_kv": [0 if layer in mamba.layers else config.kv_heads for layer in range(config.layers)],
         "rope.scaling.finetuned": not config.nope_layers,
@@ -609,7 +631,7 @@ def converted(model_type: str, *, split: bool = True) -> tuple[DecoderConfig, di
     params = random_params(config)
     fields, arrays = as_gguf(params, config, family, split=split)
     found = config_from_gguf(fields, arrays)
-    return config, params, found, params_from_named(arrays, family.gguf_table, found)
+    return config, params, found, params_from_named(arrays, family.gguf_table_of(found), found)
 
 
 @pytest.mark.parametrize("model_type", [*IN_GGUF, *KINDS_OF_LAYERS])
@@ -630,7 +652,7 @@ def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_
         same["linear"] = config.linear
     if config.mamba is not None:
         assert found.mamba == dataclasses.replace(config.mamba, is_gguf=True)
-        same |= {"mamba": config.mamba, "fused_mlp": True}
+        same |= {"mamba": config.mamba, "fused_mlp": config.fused_mlp}
     if config.short_conv is not None:
         assert found.short_conv == dataclasses.replace(config.short_conv, is_gguf=True)
         same["short_conv"] = config.short_conv
@@ -701,13 +723,14 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
     gguf = pytest.importorskip("gguf")
     settings = {**CASES[model_type][1], "model_type": model_type, "mlp_only_layers": None}  # which llama.cpp lacks
     config, family = config_from_hf({**settings, **CHANGED.get(model_type, {})}), FAMILIES[model_type]
-    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf)
+    architecture = "nemotron_h_moe" if family.gguf == "nemotron_h" else family.gguf
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.layers)
     for path in shapes(config):
         if "/experts/" in path and family.gguf not in ("gpt-oss", "granitemoe"):
             layer, part = path.split("/")[1], path.rsplit("/", 1)[1]
             theirs = names.get_name(f"model.layers.{layer}.mlp.experts.{part}_proj")
-            ours = family.gguf_table.name(f"layers/{layer}/mlp/experts/{part}")
+            ours = family.gguf_table_of(config).name(f"layers/{layer}/mlp/experts/{part}")
         elif "/experts/" in path:
             continue  # the converter splits gate and up by hand
         elif path.endswith(("attn/qkvz", "shared/gate+up")) or (
@@ -715,16 +738,18 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
         ):
             continue  # the converter names these by hand: attn_qkv and attn_gate; ffn_gate and ffn_up, and ffn_down
         else:
-            source = family.table.name(path).replace("correction_bias", "correction.bias")  # as the converter does
+            source = (
+                family.table_of(config).name(path).replace("correction_bias", "correction.bias")
+            )  # as the converter does
             source = source.replace("dt_bias", "dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
             path = path.replace("A_log", "A")
             theirs = names.get_name(source, try_suffixes=(".weight", ".bias"))
-            ours = family.gguf_table.name(path)
+            ours = family.gguf_table_of(config).name(path)
         assert theirs is not None, path
         assert ours.removesuffix(".weight") == theirs.removesuffix(".weight"), path
         if path.endswith("kv_b"):
             for part in ("k_b", "v_b"):
-                ours = family.gguf_table.name(path.replace("kv_b", part))
+                ours = family.gguf_table_of(config).name(path.replace("kv_b", part))
                 assert ours == names.get_name(source.replace("kv_b", part), try_suffixes=(".weight",))
 
 

@@ -1,4 +1,4 @@
-"""State space layers and shared feed-forward blocks of Granite 4 in GGUF files.
+"""State space layers and shared feed-forward blocks of Granite 4, and state spaces of Nemotron-H, in GGUF files.
 
 A layer without heads of keys is a state space (Mamba-2). `A_log` is stored as `-exp(A_log)`, `[M, 1]` as `D` is, the convolution as
 `[C, K]`, and the gain of the norm by groups, `[N, w / N]`. Joined gate and up projections of the shared feed-forward block are
@@ -23,7 +23,7 @@ from ....errors import QuantError, UnsupportedError
 from ..fields import Field
 from ..stored import Stored, stored
 
-_NAME = re.compile(r"model\.layers\.(\d+)\.mamba\.(\w+(?:\.\w+)?)")
+_NAME = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(?:mamba|mixer)\.(\w+(?:\.\w+)?)")
 _TARGETS = {
     "in_proj.weight": "ssm_in.weight",
     "conv1d.weight": "ssm_conv1d.weight",
@@ -141,7 +141,7 @@ def tensors(
         tensor = stored(value, what, ternary)
         half = len(tensor.data) // 2
         return (tensor.with_rows(tensor.data[:half]), tensor.with_rows(tensor.data[half:])) if "input" in name else (tensor,)
-    part = name.partition(".mamba.")[2]
+    part = name.split(".", 4)[4]
     if part in ("in_proj.weight", "out_proj.weight"):
         return (stored(value, what, ternary),)
     if isinstance(value, QArray):
@@ -154,7 +154,7 @@ def tensors(
     elif part == "conv1d.weight":
         array = array.reshape(len(array), -1)
     elif part == "norm.weight":
-        array = array.reshape(int(config["mamba_n_groups"]), -1)
+        array = array.reshape(int(config.get("mamba_n_groups") or config["n_groups"]), -1)
     return (stored(array, what),)
 
 

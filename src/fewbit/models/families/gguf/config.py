@@ -95,7 +95,7 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
     )
 
 
-_OF_SEVERAL_SIZES = ("gemma4", "granitehybrid", "lfm2", "lfm2moe")
+_OF_SEVERAL_SIZES = ("gemma4", "granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
 """The architectures whose layers have heads of keys or feed-forward blocks of several sizes."""
 
 
@@ -114,10 +114,20 @@ def gguf_architecture(fields: Fields) -> str:
     return architecture
 
 
-def gguf_table_of(fields: Fields) -> NameTable:
-    """The names of the parameters in a GGUF file."""
-    architecture = gguf_architecture(fields)
-    return next((family.gguf_table for family in FAMILIES.values() if family.gguf == architecture), GGUF)
+def gguf_table_of(fields: Fields, config: DecoderConfig) -> NameTable:
+    """The names of the parameters in a GGUF file.
+
+    Args:
+        fields: the metadata by key.
+        config: its configuration.
+    """
+    architecture = _NAMED_ALIKE.get(gguf_architecture(fields), gguf_architecture(fields))
+    found = (family.gguf_table_of(config) for family in FAMILIES.values() if family.gguf == architecture)
+    return next(found, GGUF)
+
+
+_NAMED_ALIKE = {"nemotron_h_moe": "nemotron_h"}
+"""Architectures with the names of another one."""
 
 
 class _Architecture(msgspec.Struct):
@@ -185,12 +195,14 @@ def _experts(architecture: str, found: GGUFMetadata, names: Tensors) -> Experts 
         "normalized": architecture not in ("qwen2moe", "olmoe"),
         "shared_hidden": found.shared_hidden,
     }
-    if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "exaone-moe"):
+    if architecture in ("deepseek2", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "exaone-moe", "nemotron_h_moe"):
         settings = _routed_experts(architecture, found, hidden)
     if architecture in ("granitemoe", "granitehybrid", "hunyuan-moe", "ernie4_5-moe"):
         settings["shared_gate"] = False
     if architecture == "ernie4_5-moe" and f"blk.{layers[0]}.exp_probs_b.bias" in names:
         settings |= {"scores": "corrected_softmax", "sum_eps": 1e-12}
+    if architecture == "nemotron_h_moe":
+        settings |= {"scores": "sigmoid", "shared_hidden": found.shared_hidden, "latent": found.latent}
     if architecture == "gemma4":
         settings |= {"beside_dense": True, "router_scale": f"blk.{layers[0]}.ffn_down_exps.scale" in names}
     is_joined = f"blk.{layers[0]}.ffn_gate_up_exps.weight" in names
@@ -326,6 +338,33 @@ def _granite_hybrid(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
         **_granite(found, names),
         "kv_heads": kv_heads,
         "hidden": found.shared_hidden or found.hidden,
+        "mamba": mamba,
+    }
+
+
+def _nemotron_h(found: GGUFMetadata, names: Tensors, architecture: str) -> dict[str, Any]:
+    """Nemotron-H: a layer has heads of keys, a feed-forward width, or neither and a state."""
+    kv_heads = _by_layer(found.kv_heads, found.layers, f"{architecture}.attention.head_count_kv")
+    hidden = _by_layer(found.hidden, found.layers, f"{architecture}.feed_forward_length")
+    attention, mlp = ([i for i, size in enumerate(sizes) if size] for sizes in (kv_heads, hidden))
+    if not attention or not mlp or set(attention) & set(mlp):
+        raise UnsupportedError(f"{WHERE} is not of layers with attention and layers with a feed-forward block")
+    groups, heads, state_dim, head_dim, kernel = _state_sizes(found, architecture)
+    layers = tuple(i for i in range(found.layers) if i not in attention and i not in mlp)
+    mamba = None
+    if layers:
+        conv_bias = f"blk.{layers[0]}.ssm_conv1d.bias" in names
+        mamba = Mamba2(layers, heads, head_dim, state_dim, groups, kernel, conv_bias=conv_bias, is_gguf=True)
+    for name in ("attn_q.bias", "attn_output.bias"):
+        refuse_unless(f"blk.{attention[0]}.{name}" in names, (False,), f"blk.{attention[0]}.{name}", WHERE)
+    return {
+        "kv_heads": _of_all_layers([kv_heads[i] for i in attention], f"{architecture}.attention.head_count_kv"),
+        "hidden": _of_all_layers([hidden[i] for i in mlp], f"{architecture}.feed_forward_length"),
+        "nope_layers": tuple(range(found.layers)),
+        "mlp_layers": tuple(mlp),
+        "mlp_bias": f"blk.{mlp[0]}.ffn_up.bias" in names,
+        "gated": False,
+        "activation": "relu2",
         "mamba": mamba,
     }
 
@@ -591,6 +630,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "granite": _granite,
     "granitemoe": _granite_moe,
     "granitehybrid": _granite_hybrid,
+    **{name: functools.partial(_nemotron_h, architecture=name) for name in ("nemotron_h", "nemotron_h_moe")},
     "lfm2": _lfm2,
     "lfm2moe": functools.partial(_lfm2, architecture="lfm2moe"),
     "arcee": _arcee,

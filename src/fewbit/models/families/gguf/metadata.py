@@ -23,7 +23,7 @@ class GGUFMetadata(msgspec.Struct):
     context: Positive
     norm_eps: Number
     extra_layers: Count = 0
-    hidden: Positive | list[Positive] | None = None
+    hidden: Positive | list[Count] | None = None
     kv_heads: Positive | list[Count] | None = None
     head_dim: Positive | None = None
     value_length: Positive | None = None
@@ -50,6 +50,7 @@ class GGUFMetadata(msgspec.Struct):
     expert_hidden: Positive | None = None
     shared_hidden: Count = 0
     shared: Count = 0
+    latent: Count = 0
     expert_scale: Number = 1.0
     normalized: bool = False
     scores: Count = 0
@@ -119,6 +120,7 @@ KEYS = {
     "expert_hidden": "expert_feed_forward_length",
     "shared_hidden": "expert_shared_feed_forward_length",
     "shared": "expert_shared_count",
+    "latent": "moe_latent_size",
     "expert_scale": "expert_weights_scale",
     "normalized": "expert_weights_norm",
     "scores": "expert_gating_func",

@@ -94,12 +94,17 @@ _INFINITIES = (math.inf, "Infinity", "inf", {"__float__": "Infinity"})
 """What files have for infinity."""
 
 
+def refuse_time_step_limit(given: object) -> None:
+    """Raises UnsupportedError where the time steps of state spaces are limited."""
+    refuse_unless(given, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")
+
+
 def _mamba(found: _Granite4) -> Mamba2 | None:
     """The state space layers."""
     layers = layers_with_state(found.kinds or ["mamba"] * found.layers, found.layers, GRANITE_4)
     if not layers:
         return None
-    refuse_unless(found.time_step_limit, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")
+    refuse_time_step_limit(found.time_step_limit)
     width = found.mamba_expand * found.width
     head_dim = found.mamba_head_dim
     if not isinstance(head_dim, int):
@@ -153,16 +158,16 @@ _MAMBA = {
 _SHARED = {path.replace("mlp/", "mlp/shared/"): name for path, name in _MLP.items()}
 _GRANITE_4_MOE = hf_table({**_EXPERTS, **_MAMBA, **_SHARED})
 
-_GGUF = gguf_table(
-    {
-        **{f"attn/{name}": f"ssm_{name}.weight" for name in ("in", "conv1d", "out")},
-        "attn/conv1d_bias": "ssm_conv1d.bias",
-        "attn/dt_bias": "ssm_dt.bias",
-        "attn/A": "ssm_a",
-        "attn/D": "ssm_d",
-        "attn/out_norm": "ssm_norm.weight",
-    }
-)
+STATES_GGUF = {
+    **{f"attn/{name}": f"ssm_{name}.weight" for name in ("in", "conv1d", "out")},
+    "attn/conv1d_bias": "ssm_conv1d.bias",
+    "attn/dt_bias": "ssm_dt.bias",
+    "attn/A": "ssm_a",
+    "attn/D": "ssm_d",
+    "attn/out_norm": "ssm_norm.weight",
+}
+"""The names of state spaces in GGUF files."""
+_GGUF = gguf_table(STATES_GGUF)
 
 FAMILIES = (
     Family("granite", "Granite", _granite, gguf="granite", permutes=True),
