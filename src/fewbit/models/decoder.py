@@ -9,6 +9,8 @@ experts. The pytree of parameters, with weights `[out, in]` as in GGUF and Huggi
      "norm": [D],
      "head": [V, D]}                       only if `config.tied` is false
 
+A layer of Nemotron-H has one of "attn" and "mlp".
+
 `shapes` lists the leaves of any configuration. A path is `layers/3/attn/q`. `fuse_weights` fuses q, k and v, and gate and up.
 With quantized leaves the same functions run through `fb.transparent`. Dimension letters: B batch, T tokens, V vocabulary, D
 width, H heads, K key heads, G = H / K, h head width, F hidden, S cache positions, E experts.

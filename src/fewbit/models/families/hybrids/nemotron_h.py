@@ -69,13 +69,16 @@ def _nemotron_h(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig
     """
     kinds = nemotron_h_kinds(obj)
     found = read_config({**obj, "num_hidden_layers": len(kinds)}, _NemotronH, names, _UNREAD)
-    for key in ("attention_bias", "tie_word_embeddings", "mamba_proj_bias"):
-        refuse_unless(obj.get(key, False), (False, None), key)
+    for key, value in (
+        ("attention_bias", found.attention_bias),
+        ("tie_word_embeddings", found.tied),
+        ("mamba_proj_bias", found.proj_bias),
+    ):
+        refuse_unless(value, (False,), key)
     refuse_unless(found.mamba_act, ("silu", "swish"), "mamba_hidden_act")
     refuse_unless(obj.get("attention_head_dim"), (None, found.head_dim), "attention_head_dim")
     refuse_time_step_limit(found.time_step_limit)
-    sparse = tuple(i for i, kind in enumerate(kinds) if kind == "moe")
-    if sparse:
+    if "moe" in kinds:
         refuse_unless(found.mlp_bias, (False,), "mlp_bias")  # which the shared expert would have, too
     experts = routed_experts(found, names, ["sparse" if kind == "moe" else "dense" for kind in kinds], scores="sigmoid")
     if experts is not None:
