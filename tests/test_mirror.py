@@ -164,7 +164,7 @@ SUITES = (
         "config.json of every family by transformers'",
         {
             "models/families": "experts rope",
-            "models/families/dense": "bitnet ernie exaone gemma llama olmo phi seed smollm",
+            "models/families/dense": "apertus bitnet ernie exaone gemma llama olmo phi seed smollm",
             "models/families/layer_norm": "cohere gpt nemotron stablelm starcoder",
             "models/families/mixtures": "deepseek glm gpt_oss hunyuan",
             "models/families/hybrids": "granite lfm2 nemotron_h qwen",

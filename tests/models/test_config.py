@@ -89,6 +89,7 @@ def test_json_has_a_closed_schema():
         ({"fused": True, "mlp_bias": True}, "fused and mlp_bias are true"),
         ({"norm_bias": True}, "norm_bias is true, but norm_kind is 'rms': an RMSNorm has no bias"),
         ({"norm_kind": "layer", "norms": "post"}, "norm_kind is 'layer', with norms on outputs"),
+        ({"activation": "xielu"}, "activation is 'xielu', with a gate or experts"),
         ({"gated": False, "fused_mlp": True}, "gated is false, with a fused gate or an activation of two inputs"),
         ({"gated": False, "experts": Experts(4, 2, 8, layout="joined")}, "gated is false, and experts.layout is 'joined'"),
         ({"mlp_layers": (0, 1, 2)}, "mlp_layers is given, and no layer has softmax attention"),

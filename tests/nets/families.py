@@ -371,6 +371,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "apertus": ("ApertusForCausalLM", {**SIZES, "attention_bias": True}),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1ForCausalLM",
         {

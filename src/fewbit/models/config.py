@@ -23,10 +23,11 @@ from .part_configs import (
 RopeLayout = Literal["interleaved", "half"]
 """The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + rotary_dim / 2` (Hugging Face)."""
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu", "relu2", "xielu"]
 """What the gate passes through, or the up projection where there is no gate.
 
 "clamped_swiglu" is gpt-oss's `clip(gate) sigmoid(1.702 clip(gate)) (clip(up) + 1)`, and "relu2" the square of a ReLU (BitNet).
+"xielu" has parameters in each layer, see `layer.xielu` (Apertus).
 """
 
 Norms = Literal["pre", "post", "sandwich"]
@@ -284,6 +285,8 @@ class DecoderConfig:
             raise QuantError("gated is false, with a fused gate or an activation of two inputs")
         if not self.gated and self.experts is not None and self.experts.layout not in ("separate", "stacked"):
             raise QuantError(f"gated is false, and experts.layout is {self.experts.layout!r}, which joins gate and up")
+        if self.activation == "xielu" and (self.gated or self.experts is not None):
+            raise QuantError("activation is 'xielu', with a gate or experts")
         if self.parallel != "none" and (self.norms != "pre" or self.per_layer is not None):
             raise QuantError(f"parallel is {self.parallel!r}, with norms on outputs or inputs per layer")
         if self.positions and self.positions - self.position_offset < self.context:

@@ -105,7 +105,8 @@ def feed_forward(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig) -
         gate, up = products(mlp, JOINED["mlp"], [mlp_width(mlp)] * 2, partial(linear, y))
         hidden = gated(plus_bias(gate, mlp, "gate"), plus_bias(up, mlp, "up"), config)
     else:
-        hidden = activated(plus_bias(linear(y, mlp["up"]), mlp, "up"), config)
+        up = plus_bias(linear(y, mlp["up"]), mlp, "up")
+        hidden = xielu(up, mlp) if config.activation == "xielu" else activated(up, config)
     hidden = sub_norm(hidden, mlp, config)
     return plus_bias(linear(changed_input(hidden, mlp, "down", config), mlp["down"]), mlp, "down")
 
@@ -160,6 +161,20 @@ def activated(x: Array, config: DecoderConfig) -> Array:
             return jnp.square(jax.nn.relu(x))
         case _:
             return jax.nn.silu(x)
+
+
+def xielu(x: Float[Array, "B T F"], mlp: Params) -> Float[Array, "B T F"]:
+    """`a x^2 + beta x` where x is positive, else `c (exp(min(x, eps)) - 1 - x) + beta x`, computed in float32.
+
+    `a = softplus(alpha_p)` and `c = beta + softplus(alpha_n)`; `mlp` has the parameters. Huang and Schlag, arXiv 2411.13010.
+    """
+    wide = x.astype(jnp.float32)
+    alpha_p, alpha_n, beta, eps = (
+        mlp[name].astype(jnp.float32).reshape(1, 1, 1) for name in ("alpha_p", "alpha_n", "beta", "eps")
+    )
+    positive = jax.nn.softplus(alpha_p) * wide * wide
+    negative = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
+    return (jnp.where(wide > 0, positive, negative) + beta * wide).astype(x.dtype)
 
 
 def stream_norm(x: Float[Array, "*B D"], part: Params, config: DecoderConfig) -> Float[Array, "*B D"]:

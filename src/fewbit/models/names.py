@@ -242,6 +242,8 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if config.mlp_bias and (experts is None or experts.beside_dense):
         names = {"gate": F, "up": F, "down": D} if config.gated else {"up": F, "down": D}
         yield from ((f"mlp/{name}_bias", (width,)) for name, width in names.items())
+    if config.activation == "xielu":
+        yield from (("mlp/alpha_p", (1,)), ("mlp/alpha_n", (1,)), ("mlp/beta", ()), ("mlp/eps", ()))
     if config.sub_norms:
         yield "mlp/sub_norm", (F,)
     if config.norms != "pre":
