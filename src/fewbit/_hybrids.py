@@ -1,4 +1,4 @@
-"""What config.json says of models with attention in some layers: Granite 4, LFM2 and Nemotron-H."""
+"""What config.json says of layers with a state: Granite 4, LFM2, Nemotron-H."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

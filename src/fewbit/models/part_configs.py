@@ -216,7 +216,7 @@ class LinearAttention:
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2:
-    """State space layers of Mamba-2 (Granite 4), see `attention.mamba`.
+    """State space layers of Mamba-2 (Granite 4, Nemotron-H), see `attention.mamba`.
 
     Attributes:
         layers: the layers that have them in place of softmax attention, in order; not all.

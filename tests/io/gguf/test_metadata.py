@@ -187,6 +187,7 @@ def test_the_attention_factor_of_longrope_is_that_of_transformers(given):
         ("ernie4-5-moe", {"moe_layer_end_index": 1}, "has dense layers only before those with experts"),
         ("exaone-moe", {"mlp_layer_types": ["sparse"] * 4 + ["dense"]}, "has dense layers only before those with experts"),
         ("exaone-moe", {"sliding_window": None}, "runs EXAONE of experts only with a sliding window and shared experts"),
+        ("solar-open", {"first_k_dense_replace": 1}, "only with first_k_dense_replace 0"),
         ("hunyuan-moe", {"num_shared_expert": [2, 2]}, "only with num_shared_expert 1"),
         ("qwen2-moe", {"norm_topk_prob": True}, "only with norm_topk_prob False"),
         ("qwen2-moe", {"mlp_only_layers": [0]}, "only with mlp_only_layers"),

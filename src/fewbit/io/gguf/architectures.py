@@ -223,6 +223,23 @@ _COHERE = Architecture(
     assumed={**_SILU, "tie_word_embeddings": (True,), "attention_bias": (False,), "use_qk_norm": (False, None)},
 )
 
+_GLM_MOE = Architecture(
+    "glm4moe",
+    (*_HEAD, *_ROUTED),
+    has_sigmoid_scores=True,
+    stores_normalization=True,
+    rotates_part=True,
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+    },
+    assumed={**_SILU, **_NO_GROUPS},
+)
+
 _GRANITE = Architecture(
     "granite",
     (
@@ -234,6 +251,13 @@ _GRANITE = Architecture(
     is_permuted=True,
     defaults=dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
     assumed=_SILU,
+)
+
+_GRANITE_MOE = dataclasses.replace(
+    _GRANITE,
+    name="granitemoe",
+    fields=(*_GRANITE.fields, *_EXPERTS),
+    defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2},
 )
 
 ARCHITECTURES = {
@@ -523,43 +547,22 @@ ARCHITECTURES = {
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
         assumed=_SILU,
     ),
-    "glm4_moe": Architecture(
-        "glm4moe",
-        (*_HEAD, *_ROUTED),
-        has_sigmoid_scores=True,
-        stores_normalization=True,
-        rotates_part=True,
+    "glm4_moe": _GLM_MOE,
+    "solar_open": dataclasses.replace(
+        _GLM_MOE,
         defaults={
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.0,
-            "norm_topk_prob": True,
-        },
-        assumed={**_SILU, **_NO_GROUPS},
-    ),
-    "solar_open": Architecture(
-        "glm4moe",
-        (*_HEAD, *_ROUTED),
-        has_sigmoid_scores=True,
-        stores_normalization=True,
-        rotates_part=True,
-        defaults={
+            **_GLM_MOE.defaults,
             "intermediate_size": 1,  # of no layer
-            "num_key_value_heads": 8,
             "head_dim": 128,
-            "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
+            "partial_rotary_factor": 1.0,
             "n_routed_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 1280,
             "n_shared_experts": 1,
             "first_k_dense_replace": 0,
-            "routed_scaling_factor": 1.0,
-            "norm_topk_prob": True,
         },
-        assumed={**_SILU, **_NO_GROUPS},
+        assumed={**_GLM_MOE.assumed, "first_k_dense_replace": (0,), "use_qk_norm": (False,)},
     ),
     "dots1": Architecture(
         "dots1",
@@ -613,26 +616,11 @@ ARCHITECTURES = {
         assumed={**_SILU, **_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)},
     ),
     "granite": _GRANITE,
-    "granitemoe": dataclasses.replace(
-        _GRANITE,
-        name="granitemoe",
-        fields=(*_GRANITE.fields, *_EXPERTS),
-        defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
+    "granitemoe": _GRANITE_MOE,
     "granitemoeshared": dataclasses.replace(
-        _GRANITE,
-        name="granitemoe",
-        fields=(
-            *(*_GRANITE.fields, *_EXPERTS),
-            ("expert_shared_feed_forward_length", int, ("shared_intermediate_size",)),
-        ),
-        defaults={
-            **_GRANITE.defaults,
-            "rms_norm_eps": 1e-6,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 0,
-        },
+        _GRANITE_MOE,
+        fields=(*_GRANITE_MOE.fields, ("expert_shared_feed_forward_length", int, ("shared_intermediate_size",))),
+        defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
     ),
     "granitemoehybrid": dataclasses.replace(
         _GRANITE,

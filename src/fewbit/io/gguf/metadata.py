@@ -241,12 +241,12 @@ def _check_exaone(config: Mapping[str, Any]) -> None:
 
 
 def _check_dense_first(config: Mapping[str, Any]) -> None:
-    """Refuses dense layers after one with experts."""
+    """Refuses dense layers after one with experts, in ERNIE by their last index and in EXAONE by the kind of each layer."""
     layers, last = config.get("num_hidden_layers") or 0, config.get("moe_layer_end_index", -1)
-    kinds = config.get("mlp_layer_types") or []
     dense = config.get("first_k_dense_replace") or 0
-    if last not in (-1, layers - 1) or (kinds and kinds != ["dense" if i < dense else "sparse" for i in range(layers)]):
-        raise UnsupportedError("llama.cpp has dense layers only before those with experts, as many as first_k_dense_replace")
+    first = ["dense" if i < dense else "sparse" for i in range(layers)]
+    if last not in (-1, layers - 1) or (config.get("mlp_layer_types") or first) != first:
+        raise UnsupportedError("llama.cpp has dense layers only before those with experts; config.json has others")
 
 
 def _check_windows(architecture: Architecture, config: Mapping[str, Any]) -> None:
@@ -271,8 +271,8 @@ def _says_windows(architecture: Architecture, config: Mapping[str, Any]) -> bool
 
 def _has_other_layers(architecture: Architecture) -> bool:
     """Whether `layer_types` says more than which layers have a window."""
-    kinds = (architecture.has_kinds_of_layers, architecture.has_state_spaces, architecture.has_short_convolutions)
-    return any(kinds) or architecture.has_single_blocks
+    states = architecture.has_state_spaces or architecture.has_short_convolutions
+    return states or architecture.has_kinds_of_layers or architecture.has_single_blocks
 
 
 def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:

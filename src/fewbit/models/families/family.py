@@ -112,6 +112,7 @@ GGUF_PARTS = {
     "mlp/post_norm": "post_ffw_norm.weight",
     "attn/sinks": "attn_sinks.weight",
     "mlp/shared_expert_gate": "ffn_gate_inp_shexp.weight",
+    "mlp/router_correction_bias": "exp_probs_b.bias",
 }
 """The names of the parts of a layer in GGUF files that all architectures share."""
 

@@ -17,6 +17,18 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """What `rope_parameters` has for positions in images."""
 
 
+def llama3_rope(theta: float, factor: float) -> dict[str, Any]:
+    """The `rope_parameters` of a family whose default is Llama 3.1's scaling of 8,192 positions."""
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
 def without_images(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary embedding of text alone, where positions in images are those of the text."""
     kept = {key: value for key, value in rope.items() if key not in _OF_IMAGES}

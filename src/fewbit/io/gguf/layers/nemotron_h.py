@@ -1,7 +1,7 @@
-"""Layers of Nemotron-H in GGUF files: each has attention, a state space, a feed-forward block or experts.
+"""Layers of Nemotron-H in GGUF files.
 
-A layer without heads of keys and without a feed-forward width is a state space, as `state_space.py` describes. Files have dense
-feed-forward blocks or experts, not both.
+Each is attention, a state space, a feed-forward block or experts. One without heads of keys and without a feed-forward width is a
+state space, as `state_space.py` describes. Files have dense feed-forward blocks or experts, not both.
 
 Reference: llama.cpp, conversion/nemotron.py and src/models/nemotron-h.cpp (2026).
 """

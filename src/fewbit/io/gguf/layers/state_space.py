@@ -1,8 +1,8 @@
-"""State space layers and shared feed-forward blocks of Granite 4, and state spaces of Nemotron-H, in GGUF files.
+"""State spaces of Granite 4 and Nemotron-H, and shared blocks, in GGUF files.
 
-A layer without heads of keys is a state space (Mamba-2). `A_log` is stored as `-exp(A_log)`, `[M, 1]` as `D` is, the convolution as
-`[C, K]`, and the gain of the norm by groups, `[N, w / N]`. Joined gate and up projections of the shared feed-forward block are
-separated. A model with attention in every layer has the architecture of Granite 3: the shared block is its feed-forward block, or with
+In Granite 4 a layer without heads of keys is a state space (Mamba-2). `A_log` is stored as `-exp(A_log)`, `[M, 1]` as `D` is, the
+convolution as `[C, K]`, and the gain of the norm by groups, `[N, w / N]`. Joined gate and up projections of the shared feed-forward
+block are separated. A model with attention in every layer has the architecture of Granite 3: the shared block is its feed-forward block, or with
 experts its shared expert.
 
 Reference: llama.cpp, conversion/granite.py and src/models/granite-hybrid.cpp (2026).

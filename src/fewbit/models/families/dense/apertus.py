@@ -7,6 +7,7 @@ import msgspec
 
 from ...config import DecoderConfig
 from ..family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
+from ..rope import llama3_rope
 
 
 class _Apertus(Common, kw_only=True):
@@ -19,21 +20,13 @@ def _apertus(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Apertus, names, ("mlp_bias", "qk_norm", "post_norm"))
     refuse_unless(found.act, ("xielu",), "hidden_act")
     if found.rope_scaling is None and found.rope_parameters is None:
-        found.rope_parameters = _LLAMA3_8
+        found.rope_parameters = llama3_rope(12_000_000.0, 8.0)
     bias = found.attention_bias
     return decoder_config(
         found, theta=12_000_000.0, qk_norm="head", gated=False, activation="xielu", qkv_bias=bias, o_bias=bias
     )
 
 
-_LLAMA3_8 = {
-    "rope_type": "llama3",
-    "rope_theta": 12_000_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 _NAMES = {
     "attn/norm": "attention_layernorm.weight",
     "mlp/norm": "feedforward_layernorm.weight",

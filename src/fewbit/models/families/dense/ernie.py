@@ -10,7 +10,7 @@ from ...._json import Count, Positive
 from ...config import DecoderConfig
 from ...part_configs import Experts
 from ..experts import ROUTED_NAMES, expert_layout
-from ..family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
+from ..family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
 
 
 class _Ernie(Common, kw_only=True):
@@ -89,7 +89,6 @@ FAMILIES = (
         _ernie_moe,
         dataclasses.replace(hf_table(_MOE), others=r"model\.mtp_.*"),
         gguf="ernie4_5-moe",
-        gguf_table=gguf_table({"mlp/router_correction_bias": "exp_probs_b.bias"}),
     ),
     Family("helium", "Helium", _helium),
 )

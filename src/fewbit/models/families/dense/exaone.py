@@ -17,7 +17,6 @@ from ..family import (
     Windowed,
     decoder_config,
     every_nth_full,
-    gguf_table,
     hf_table,
     read_config,
     refuse_unless,
@@ -99,6 +98,5 @@ FAMILIES = (
         _exaone_moe,
         dataclasses.replace(hf_table(_MOE), others=r"mtp\..*"),
         gguf="exaone-moe",
-        gguf_table=gguf_table({"mlp/router_correction_bias": "exp_probs_b.bias"}),
     ),
 )

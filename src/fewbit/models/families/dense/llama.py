@@ -10,6 +10,7 @@ from ...config import DecoderConfig
 from ...part_configs import Experts
 from ..experts import MIXTRAL_NAMES
 from ..family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, window_fields
+from ..rope import llama3_rope
 
 
 class _Llama(Common, kw_only=True):
@@ -58,20 +59,10 @@ def _cwm(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Meta's Code World Model: every fourth layer, from the first one on, attends to all positions."""
     found = read_config(obj, _Cwm, names)
     if found.rope_scaling is None and found.rope_parameters is None:
-        found.rope_parameters = _LLAMA3_16
+        found.rope_parameters = llama3_rope(1_000_000.0, 16.0)
     of_layers = ["sliding_attention" if i % 4 else "full_attention" for i in range(found.layers)]
     windows = window_fields(found.layer_types or of_layers, found.window)
     return decoder_config(found, theta=1_000_000.0, mlp_bias=found.mlp_bias, **windows)
-
-
-_LLAMA3_16 = {
-    "rope_type": "llama3",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def _arcee(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:

@@ -121,7 +121,8 @@ def gguf_table_of(fields: Fields, config: DecoderConfig) -> NameTable:
         fields: the metadata by key.
         config: its configuration.
     """
-    architecture = _NAMED_ALIKE.get(gguf_architecture(fields), gguf_architecture(fields))
+    architecture = gguf_architecture(fields)
+    architecture = _NAMED_ALIKE.get(architecture, architecture)
     found = (family.gguf_table_of(config) for family in FAMILIES.values() if family.gguf == architecture)
     return next(found, GGUF)
 
@@ -328,18 +329,22 @@ def _granite_moe(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
 
 def _granite_hybrid(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """Granite 4: a layer without heads of keys is a state space."""
-    groups, heads, state_dim, head_dim, kernel = _state_sizes(found, "granitehybrid")
     layers, kv_heads = _without_keys(found, "granitehybrid")
-    mamba = None
-    if layers:
-        conv_bias = f"blk.{layers[0]}.ssm_conv1d.bias" in names
-        mamba = Mamba2(layers, heads, head_dim, state_dim, groups, kernel, conv_bias=conv_bias, is_gguf=True)
     return {
         **_granite(found, names),
         "kv_heads": kv_heads,
         "hidden": found.shared_hidden or found.hidden,
-        "mamba": mamba,
+        "mamba": _mamba(found, names, layers, "granitehybrid"),
     }
+
+
+def _mamba(found: GGUFMetadata, names: Tensors, layers: tuple[int, ...], architecture: str) -> Mamba2 | None:
+    """The state spaces of some layers."""
+    groups, heads, state_dim, head_dim, kernel = _state_sizes(found, architecture)
+    if not layers:
+        return None
+    conv_bias = f"blk.{layers[0]}.ssm_conv1d.bias" in names
+    return Mamba2(layers, heads, head_dim, state_dim, groups, kernel, conv_bias=conv_bias, is_gguf=True)
 
 
 def _nemotron_h(found: GGUFMetadata, names: Tensors, architecture: str) -> dict[str, Any]:
@@ -349,12 +354,7 @@ def _nemotron_h(found: GGUFMetadata, names: Tensors, architecture: str) -> dict[
     attention, mlp = ([i for i, size in enumerate(sizes) if size] for sizes in (kv_heads, hidden))
     if not attention or not mlp or set(attention) & set(mlp):
         raise UnsupportedError(f"{WHERE} is not of layers with attention and layers with a feed-forward block")
-    groups, heads, state_dim, head_dim, kernel = _state_sizes(found, architecture)
     layers = tuple(i for i in range(found.layers) if i not in attention and i not in mlp)
-    mamba = None
-    if layers:
-        conv_bias = f"blk.{layers[0]}.ssm_conv1d.bias" in names
-        mamba = Mamba2(layers, heads, head_dim, state_dim, groups, kernel, conv_bias=conv_bias, is_gguf=True)
     for name in ("attn_q.bias", "attn_output.bias"):
         refuse_unless(f"blk.{attention[0]}.{name}" in names, (False,), f"blk.{attention[0]}.{name}", WHERE)
     return {
@@ -365,7 +365,7 @@ def _nemotron_h(found: GGUFMetadata, names: Tensors, architecture: str) -> dict[
         "mlp_bias": f"blk.{mlp[0]}.ffn_up.bias" in names,
         "gated": False,
         "activation": "relu2",
-        "mamba": mamba,
+        "mamba": _mamba(found, names, layers, architecture),
     }
 
 

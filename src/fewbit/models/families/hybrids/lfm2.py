@@ -125,7 +125,6 @@ _GGUF = gguf_table(
         "attn/in": "shortconv.in_proj.weight",
         "attn/conv1d": "shortconv.conv.weight",
         "attn/out": "shortconv.out_proj.weight",
-        "mlp/router_correction_bias": "exp_probs_b.bias",
     },
     {"norm": "token_embd_norm.weight"},
 )

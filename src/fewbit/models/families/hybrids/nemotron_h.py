@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: each layer is attention, a state space, a feed-forward block or experts."""
+"""Nemotron-H and Nemotron 3: one block in each layer, of four kinds."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -65,7 +65,7 @@ _UNREAD = (
 def _nemotron_h(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Nemotron-H and Nemotron 3, which have no rotary embedding.
 
-    The least time step that transformers applies to prompts, and not to single tokens, is left out, as it is in vLLM and llama.cpp.
+    Time steps are not clamped, as in llama.cpp; transformers clamps those of prompts, not of single tokens, at `time_step_min`.
     """
     kinds = nemotron_h_kinds(obj)
     found = read_config({**obj, "num_hidden_layers": len(kinds)}, _NemotronH, names, _UNREAD)
@@ -134,7 +134,6 @@ def _table_of(config: DecoderConfig) -> NameTable:
 _GGUF = gguf_table(
     {
         **STATES_GGUF,
-        "mlp/router_correction_bias": "exp_probs_b.bias",
         "mlp/latent_in": "ffn_latent_down.weight",
         "mlp/latent_out": "ffn_latent_up.weight",
     }

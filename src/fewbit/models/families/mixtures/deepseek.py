@@ -132,7 +132,6 @@ LATENT_GGUF = gguf_table(
     {
         "attn/kv_a": "attn_kv_a_mqa.weight",
         **{f"attn/{name}": f"attn_{name}.weight" for name in ("q_a", "q_a_norm", "q_b", "kv_a_norm", "kv_b", "k_b", "v_b")},
-        "mlp/router_correction_bias": "exp_probs_b.bias",
     }
 )
 """The names of both in GGUF files."""

@@ -10,7 +10,18 @@ from ...._json import Count, Positive
 from ...config import DecoderConfig
 from ...part_configs import Experts
 from ..experts import MIXTRAL_NAMES, ROUTED_NAMES, Routed, routed_experts
-from ..family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless, window_fields
+from ..family import (
+    SECOND_NORM,
+    Common,
+    Family,
+    Number,
+    decoder_config,
+    gguf_table,
+    hf_table,
+    read_config,
+    refuse_unless,
+    window_fields,
+)
 from .deepseek import LATENT_GGUF, LATENT_NAMES, DeepSeekV3, latent_config
 
 
@@ -163,9 +174,6 @@ def _minimax(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     )
 
 
-_CORRECTIONS = {"mlp/router_correction_bias": "exp_probs_b.bias"}
-_GGUF = gguf_table(_CORRECTIONS)
-_GLM_GGUF = gguf_table({**_CORRECTIONS, "mlp/norm": "post_attention_norm.weight"})
 _MINIMAX_NAMES = {**MIXTRAL_NAMES, "mlp/router_correction_bias": "block_sparse_moe.e_score_correction_bias"}
 
 _FUSED = {"mlp/gate+up": "mlp.gate_up_proj.weight"}
@@ -180,9 +188,9 @@ FAMILIES = (
     Family(
         "glm4", "GLM-4", _glm4, hf_table({**_FUSED, **_FOUR_NORMS}), "glm4", gguf_table({"mlp/gate+up": "ffn_up.weight"})
     ),
-    Family("glm4_moe", "GLM-4.5, 4.6", _glm_moe, hf_table(ROUTED_NAMES), "glm4moe", _GLM_GGUF),
-    Family("solar_open", "Solar Open", _solar, hf_table(ROUTED_NAMES), "glm4moe", _GLM_GGUF),
+    Family("glm4_moe", "GLM-4.5, 4.6", _glm_moe, hf_table(ROUTED_NAMES), "glm4moe", SECOND_NORM),
+    Family("solar_open", "Solar Open", _solar, hf_table(ROUTED_NAMES), "glm4moe", SECOND_NORM),
     Family("glm4_moe_lite", "GLM-4.7-Flash", _glm_lite, hf_table(LATENT_NAMES), "deepseek2", LATENT_GGUF),
-    Family("dots1", "dots.llm1", _dots, hf_table(ROUTED_NAMES), "dots1", _GGUF),
-    Family("minimax_m2", "MiniMax-M2", _minimax, hf_table(_MINIMAX_NAMES), "minimax-m2", _GGUF),
+    Family("dots1", "dots.llm1", _dots, hf_table(ROUTED_NAMES), "dots1"),
+    Family("minimax_m2", "MiniMax-M2", _minimax, hf_table(_MINIMAX_NAMES), "minimax-m2"),
 )

@@ -50,7 +50,6 @@ _UNREAD = (
         "mlp_bias",
         "attention_head_dim",
         "cla_share_factor",
-        "eod_token_id",
         "org_vocab_size",
     ),
     *(
