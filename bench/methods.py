@@ -1,6 +1,6 @@
 """Quality loss of SmolLM2 by method and scheme.
 
-    python -m bench.methods [--model smollm2] [--schemes int4_g64,nf4] [--methods rtn,gptq,awq] [--save methods]
+    python -m bench.methods [--model smollm2] [--schemes int4_g64,nf4] [--methods rtn,gptq,awq] [--windows 128] [--save methods]
 
 The quantized models are compared with the float model. The weights of SmolLM2 are Q4_1 in its package, so its residual stream
 is rotated first (`fewbit quantize --rotate`): that is the same network, and its weights are on no 4-bit grid. Perplexity and KL
@@ -11,12 +11,16 @@ memory, too. --keep-scales o,down keeps AWQ's and SmoothQuant's scales in front 
 
 import argparse
 import dataclasses
+import hashlib
+import pathlib
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fewbit import methods
@@ -34,7 +38,8 @@ from fewbit.workflows import (
     scaled_model,
     with_scaled_inputs,
 )
-from fewbit.workflows.evaluate import Baseline, baseline, compared, engine_of, evaluation_windows
+from fewbit.workflows.evaluate import Baseline, baseline, batch_size, compared, engine_of, evaluation_windows
+from fewbit.workflows.methods.calibration_data import WINDOWS
 from fewbit.workflows.model import Model
 
 from .facts import add_keep, headline, kept_rows, save
@@ -54,36 +59,40 @@ def main() -> int:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
+    parser.add_argument("--windows", type=int, default=WINDOWS, help="of 256 tokens each, from which methods learn")
     parser.add_argument("--keep-scales", help="products whose input keeps its scales: o, down or o,down")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/NAME.json")
     add_keep(parser)
     options = parser.parse_args()
     print(headline(PACKAGES))
     model, rows = rotated(load(options.model)), kept_rows(options.save, options, "scheme", "method")
-    base = evaluated(model, options.tokens)
     source = with_scaled_inputs(model, tuple(options.keep_scales.split(","))) if options.keep_scales else model
-    for scheme in options.schemes.split(","):
-        for name in options.methods.split(","):
-            if "gptq_mse" in name and scheme in SEARCHED:
-                continue
-            rows[scheme, name] = measured(source, base, scheme, name)
-            print(rows[scheme, name]["text"], flush=True)
-            jax.clear_caches()  # compiled programs have more mappings of memory after 46 rows than Linux grants a process
-            if options.save:  # after each row: some take minutes
-                save(options.save, PACKAGES, model=options.model, tokens=options.tokens, rows=list(rows.values()))
+    facts = {"model": options.model, "tokens": options.tokens, "windows": options.windows}
+    with tempfile.TemporaryDirectory() as folder:
+        base = evaluated(model, options.tokens, pathlib.Path(folder))
+        for scheme in options.schemes.split(","):
+            for name in options.methods.split(","):
+                if "gptq_mse" in name and scheme in SEARCHED:
+                    continue
+                rows[scheme, name] = measured(source, base, scheme, name, options.windows)
+                print(rows[scheme, name]["text"], flush=True)
+                jax.clear_caches()  # compiled programs have more mappings of memory after 46 rows than Linux grants a process
+                if options.save:  # after each row: some take minutes
+                    save(options.save, PACKAGES, **facts, rows=list(rows.values()))
     return 0
 
 
-def measured(model: Model, base: Baseline, scheme: str, name: str) -> dict[str, Any]:
+def measured(model: Model, base: Baseline, scheme: str, name: str, windows: int) -> dict[str, Any]:
     """The quality of one scheme by one method, against the float model, and what the method took."""
     reset_peak()
     plan, start = plan_model(model, recipe=scheme), time.perf_counter()
     scaling, method = methods.scaled_method(name)
     found: Mapping[str, QArray] = {}
     if scaling is not None:
-        model = scaled_model(model, plan, calibrated_scales(model, plan, scaling, calibration_data(model)))
+        data = calibration_data(model, windows=windows)
+        model = scaled_model(model, plan, calibrated_scales(model, plan, scaling, data))
     if method.collect:
-        found = calibrated_weights(model, plan, method, calibration_data(model), fused={})
+        found = calibrated_weights(model, plan, method, calibration_data(model, windows=windows), fused={})
     values = {
         result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found, method)
     }
@@ -96,15 +105,23 @@ def measured(model: Model, base: Baseline, scheme: str, name: str) -> dict[str, 
     return row | {"text": text}
 
 
-def evaluated(model: Model, tokens: int) -> Baseline:
-    """The float model on so many tokens of the default text."""
-    return baseline(model, evaluation_windows(model, find_text(default_text_name()).content, tokens=tokens))
+def evaluated(model: Model, tokens: int, folder: pathlib.Path) -> Baseline:
+    """The float model on so many tokens of the default text, with its logits in files of a folder."""
+    base = baseline(model, evaluation_windows(model, find_text(default_text_name()).content, tokens=tokens))
+
+    def logits(tokens: jax.Array) -> jax.Array:
+        file = folder / f"{hashlib.sha256(np.asarray(tokens).tobytes()).hexdigest()}.npy"
+        if not file.exists():
+            np.save(file, base.logits(tokens))
+        return jnp.asarray(np.load(file, mmap_mode="r"))
+
+    return dataclasses.replace(base, logits=logits)
 
 
 def output_error(model: Model, base: Baseline) -> float:
     """The relative error of a model's logits for the first window of the text."""
-    tokens = base.windows[:1, :-1]
-    ours, exact = (engine_of(m, "fewbit").network(m.info, m.load)(tokens) for m in (model, base.model))
+    tokens = jnp.asarray(base.windows[: batch_size(base.engine.vocab, base.windows), :-1], jnp.int32)
+    ours, exact = (logits(tokens)[0] for logits in (engine_of(model, "fewbit").network(model.info, model.load), base.logits))
     return relative_errors({"logits": np.asarray(exact)}, {"logits": np.asarray(ours)})["logits"]
 
 

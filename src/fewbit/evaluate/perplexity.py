@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -146,11 +147,16 @@ def compare_models(
     """
     kept_numbers = []
     for tokens, targets, kept in _batches(windows, batch_size, progress):
-        p, q = reference_fn(tokens), candidate_fn(tokens)
-        numbers = (token_losses(p, targets), token_losses(q, targets), token_divergences(p, q), tokens_agree(p, q))
+        numbers = _token_numbers(reference_fn(tokens), candidate_fn(tokens), targets)
         kept_numbers.append([np.asarray(n, np.float64)[:kept] for n in numbers])
     p_loss, q_loss, kl, agrees = (np.concatenate(n) for n in zip(*kept_numbers, strict=True))
     return Comparison(_perplexity(p_loss), _perplexity(q_loss), estimate(q_loss - p_loss), divergence(kl), estimate(agrees))
+
+
+@jax.jit
+def _token_numbers(p: Float[Array, "*b V"], q: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> tuple[Array, ...]:
+    """The losses of both models, their divergence and whether their likeliest tokens are one, in fewer passes over the logits."""
+    return token_losses(p, targets), token_losses(q, targets), token_divergences(p, q), tokens_agree(p, q)
 
 
 def _perplexity(losses: np.ndarray) -> Perplexity:
