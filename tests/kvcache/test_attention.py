@@ -85,6 +85,15 @@ def test_positions_before_the_window_add_nothing_even_where_they_are_odd(tokens:
 
 
 @pytest.mark.parametrize("sees_raw", [False, True])
+def test_chunks_over_a_quantized_cache(sees_raw: bool):
+    """Positions 6 and 7 are in the chunk from 4 on, position 8 begins another."""
+    cache = filled(kv_policy("int8", sees_raw=sees_raw), 6, 8)
+    k, v = draws(B, K, 3, 8, seed=5), draws(B, K, 3, 8, seed=6)
+    blocks = cache.written(0, k, v).blocks(0, k, v, 4, is_chunk=True)
+    assert [b.first.tolist() for b in blocks] == ([[4, 4, 8], [0, 0, 2]] if sees_raw else [[4, 4, 8]])
+
+
+@pytest.mark.parametrize("sees_raw", [False, True])
 def test_a_window_over_a_quantized_cache(sees_raw: bool):
     cache = filled(kv_policy("int8", sees_raw=sees_raw), 6, 8)
     k, v, q = draws(B, K, 3, 8, seed=5), draws(B, K, 3, 8, seed=6), draws(B, K * G, 3, 8, seed=3)

@@ -11,6 +11,7 @@ from fewbit.models.attention.rope_scaling import Dynamic, Llama3, LongRope, Prop
 from tests.nets.random_decoder import (
     BY_HEAD,
     BY_KEY_HEAD,
+    CHUNKS,
     CONFIGS,
     CORRECTED,
     FEATURES,
@@ -32,12 +33,12 @@ from tests.nets.random_decoder import (
     [
         *CONFIGS.values(),
         *(FEATURES, OTHERS, LATENT, BY_KEY_HEAD, SUB_NORMS, TWO_WIDTHS, SHARED_KEYS),
-        *(LEARNED_POSITIONS, BY_HEAD, PARALLEL, SINGLE_BLOCKS, CORRECTED),
+        *(LEARNED_POSITIONS, BY_HEAD, PARALLEL, SINGLE_BLOCKS, CORRECTED, CHUNKS),
     ],
     ids=[
         *CONFIGS,
         *("features", "others", "latent", "linear", "sub norms", "two widths", "shared keys"),
-        *("learned positions", "by head", "parallel", "single blocks", "corrected"),
+        *("learned positions", "by head", "parallel", "single blocks", "corrected", "chunks"),
     ],
 )
 def test_json_reads_back(config: DecoderConfig):
@@ -85,6 +86,8 @@ def test_json_has_a_closed_schema():
         ({"window": -1}, "window is -1, must be a positive number, or 0 for none"),
         ({"window_layers": (0,)}, "window_layers is given, but window is 0"),
         ({"nope_layers": (3,)}, r"nope_layers is \(3,\), must be layers from 0 to 2"),
+        ({"window_is_chunk": True}, "window_is_chunk is true, but window is 0"),
+        ({"temperature_nope": True}, "temperature_nope is true, but temperature_scale is 0"),
         ({"rotary_dim": 10}, "rotary_dim is 10, must be even and no larger than the head"),
         ({"fused": True, "mlp_bias": True}, "fused and mlp_bias are true"),
         ({"norm_bias": True}, "norm_bias is true, but norm_kind is 'rms': an RMSNorm has no bias"),

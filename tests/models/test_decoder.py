@@ -17,6 +17,7 @@ from fewbit.models.attention.rope_scaling import Dynamic
 from tests.nets.random_decoder import (
     BY_HEAD,
     BY_KEY_HEAD,
+    CHUNKS,
     CONFIGS,
     CORRECTED,
     FEATURES,
@@ -89,6 +90,7 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
         pytest.param(PARALLEL, id="parallel"),
         pytest.param(SINGLE_BLOCKS, id="single blocks"),
         pytest.param(CORRECTED, id="corrected"),
+        pytest.param(CHUNKS, id="chunks"),
     ],
 )
 def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):

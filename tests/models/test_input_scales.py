@@ -11,6 +11,7 @@ from fewbit.models.input_scales import FoldedScales, scalable_inputs, why_not_sc
 from tests.nets.random_decoder import (
     BY_HEAD,
     BY_KEY_HEAD,
+    CHUNKS,
     CORRECTED,
     FEATURES,
     LATENT,
@@ -51,6 +52,7 @@ CONFIGS = {
     "parallel": PARALLEL,
     "single blocks": SINGLE_BLOCKS,
     "corrected": CORRECTED,
+    "chunks": CHUNKS,
 }
 SPLIT = dataclasses.replace(LATENT, latent=dataclasses.replace(LATENT.latent, split=True))
 """As in GGUF files."""

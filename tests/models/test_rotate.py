@@ -24,6 +24,7 @@ from fewbit.models.rotate import mean_preserving_rotation
 from tests.nets.random_decoder import (
     BY_HEAD,
     BY_KEY_HEAD,
+    CHUNKS,
     CONFIGS,
     CORRECTED,
     FEATURES,
@@ -79,6 +80,7 @@ OTHER = dataclasses.replace(
         BY_HEAD,
         SINGLE_BLOCKS,
         CORRECTED,
+        CHUNKS,
     ],
     ids=[
         *CONFIGS,
@@ -96,6 +98,7 @@ OTHER = dataclasses.replace(
         "by head",
         "single blocks",
         "corrected",
+        "chunks",
     ],
 )
 def test_logits_stay_what_they_are(config: DecoderConfig):

@@ -371,6 +371,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "llama4_text": (
+        "Llama4ForCausalLM",
+        {
+            **SIZES,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 5,
+            "floor_scale": 4,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                **_NTK,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama4_text-without-norms": (
+        "Llama4ForCausalLM",
+        {
+            **SIZES,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "use_qk_norm": False,
+            "no_rope_layers": [1, 1, 1],
+            "layer_types": ["full_attention"] * 3,
+            "attention_bias": True,
+        },
+    ),
     "apertus": ("ApertusForCausalLM", {**SIZES, "attention_bias": True}),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1ForCausalLM",

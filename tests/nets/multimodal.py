@@ -46,6 +46,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "llama4": (
+        "Llama4ForConditionalGeneration",
+        {
+            "text_config": FAMILIES["llama4_text"][1],
+            "vision_config": {
+                **_VISION,
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            },
+        },
+        {},
+    ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {

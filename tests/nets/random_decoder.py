@@ -195,6 +195,32 @@ CORRECTED = dataclasses.replace(
     SMALL, qk_norm="rotated_head", experts=Experts(4, 2, 12, scores="corrected_softmax", correction_row=True)
 )
 """The norms of Hunyuan, and the router of ERNIE 4.5."""
+CHUNKS = dataclasses.replace(
+    SMALL,
+    layers=4,
+    rope="interleaved",
+    nope_layers=(3,),
+    window=5,
+    window_layers=(0, 1, 2),
+    window_is_chunk=True,
+    qk_norm="without_gain",
+    temperature_scale=0.3,
+    temperature_length=4,
+    temperature_nope=True,
+    experts=Experts(
+        4,
+        2,
+        12,
+        normalized=False,
+        layers=(1, 3),
+        scores="plain_sigmoid",
+        scales_input=True,
+        shared_hidden=10,
+        shared_gate=False,
+        layout="joined_in_out",
+    ),
+)
+"""As Llama 4 has it."""
 SUB_NORMS = dataclasses.replace(SMALL, sub_norms=True, activation="relu2", norm_eps=0.01)
 
 
@@ -397,6 +423,8 @@ def _head(flat: dict[str, np.ndarray], layer: dict[str, np.ndarray], h: int, i: 
         if c.qk_norm == "head":
             x = _normed(x, layer[f"attn/{name}_norm"], c)
         x = _turned(x, i, c)
+        if c.qk_norm == "without_gain" and i not in c.nope_layers:
+            return _normed(x, np.ones(1) - c.norm_offset, c)
         return _normed(x, layer[f"attn/{name}_norm"], c) if c.qk_norm == "rotated_head" else x
 
     shared = h // (c.heads // c.kv_heads)
@@ -423,8 +451,11 @@ def _attended(
     """The attention of one head."""
     out, window = np.zeros((len(q), v.shape[1])), c.window_of(i) or len(q)
     for t in range(len(q)):
-        first = max(t + 1 - window, 0)
-        growth = 1 + c.temperature_scale * np.log(1 + t // c.temperature_length)
+        first = t - t % window if c.window_is_chunk else max(t + 1 - window, 0)
+        periods = (t + c.temperature_nope) // c.temperature_length
+        growth = 1 + c.temperature_scale * np.log(1 + periods)
+        if c.temperature_nope and i not in c.nope_layers:
+            growth = 1.0
         logits = k[first : t + 1] @ q[t] * growth * (c.attention_scale or c.head_dim**-0.5)
         if c.attention_cap:
             logits = c.attention_cap * np.tanh(logits / c.attention_cap)
@@ -473,7 +504,7 @@ def _experts(
     """The experts of `y` that the router chooses by `routed`."""
     logits = routed @ layer["mlp/router"].T + layer.get("mlp/router_bias", 0.0)
     weights = 1 / (1 + np.exp(-logits))
-    if experts.scores != "sigmoid":
+    if experts.scores not in ("sigmoid", "plain_sigmoid"):
         weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     choice = logits
     if experts.has_correction:
@@ -484,7 +515,9 @@ def _experts(
         weights = weights / weights.sum(axis=1, keepdims=True)
     weights = weights * experts.scale * layer.get("mlp/router_scale", 1.0)
     read = y @ layer["mlp/latent_in"].T if experts.latent else y
-    out = sum(weights[:, [e]] * _block(read, _expert(layer, e, experts), "mlp", c) for e in range(experts.count))
+    before, after = (weights, np.ones_like(weights)) if experts.scales_input else (np.ones_like(weights), weights)
+    blocks = [_expert(layer, e, experts) for e in range(experts.count)]
+    out = sum(after[:, [e]] * _block(before[:, [e]] * read, block, "mlp", c) for e, block in enumerate(blocks))
     if experts.latent:
         out = out @ layer["mlp/latent_out"].T
     if experts.shared_hidden:
@@ -507,6 +540,9 @@ def _expert(layer: dict[str, np.ndarray], e: int, experts: Experts) -> dict[str,
     if experts.layout == "separate":
         return {f"mlp/{path.rsplit('/', 1)[1]}": a for path, a in layer.items() if f"/experts/{e}/" in path}
     both, down = layer["mlp/experts/gate+up"][e].T, layer["mlp/experts/down"][e].T
+    if experts.layout == "joined_in_out":
+        gate, up = np.split(both, 2)
+        return {"mlp/gate": gate, "mlp/up": up, "mlp/down": down}
     bias = layer["mlp/experts/gate+up_bias"][e]
     return {
         "mlp/gate": both[0::2],

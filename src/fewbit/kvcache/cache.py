@@ -155,21 +155,23 @@ class QuantizedCache:
         keys: Float[Array, "B K T h"],
         values: Float[Array, "B K T h"],
         window: Int[Array, ""] | int = 0,
+        *,
+        is_chunk: bool = False,
     ) -> tuple[Block, ...]:
         """The blocks that new tokens attend to, after `written` and before `advanced`.
 
         They are the cache, and under `sees_raw` the unquantized new tokens. `window` is the positions that a token attends
-        to, its own included; 0: all.
+        to, its own included; 0: all. `is_chunk` is as for `window_start`.
         """
         T = keys.shape[-2]
         seen = seen_positions(self.length, T)
-        first = window_start(seen, window)
+        first = window_start(seen, window, is_chunk=is_chunk)
         if not self.policy.sees_raw:
             return (Block(*self.layers(), seen, layer, first),)
         earlier, new = jnp.broadcast_to(self.length, (T,)), seen_positions(0, T)
         return (
             Block(*self.layers(), earlier, layer, first),
-            Block(keys, values, new, first=window_start(new, window)),
+            Block(keys, values, new, first=None if first is None else jnp.maximum(first - self.length, 0)),
         )
 
 

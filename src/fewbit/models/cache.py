@@ -63,14 +63,16 @@ class Cache:
         keys: Float[Array, "B K T h"],
         values: Float[Array, "B K T h"],
         window: Int[Array, ""] | int = 0,
+        *,
+        is_chunk: bool = False,
     ) -> tuple[Block, ...]:
         """The blocks that new tokens attend to, between `written` and `advanced`.
 
-        With `window` 0 these are all positions.
+        With `window` 0 these are all positions; `is_chunk` is as for `window_start`.
         """
         seen = seen_positions(self.length, keys.shape[-2])
         cached_values = self.keys if self.values is None else self.values
-        return (Block(self.keys, cached_values, seen, layer, window_start(seen, window)),)
+        return (Block(self.keys, cached_values, seen, layer, window_start(seen, window, is_chunk=is_chunk)),)
 
 
 @jax.tree_util.register_dataclass

@@ -39,8 +39,11 @@ NormKind = Literal["rms", "layer"]
 Parallel = Literal["none", "one_norm", "two_norms"]
 """Whether the feed-forward block reads what attention reads, not its result: through attention's norm (Phi-2), or its own (GPT-NeoX)."""
 
-QKNorm = Literal["none", "head", "rotated_head", "projection"]
-"""RMSNorm of queries and keys: over each head (Qwen3), each head after rotary embedding (Hunyuan), or the whole projection (OLMo 2)."""
+QKNorm = Literal["none", "head", "rotated_head", "without_gain", "projection"]
+"""RMSNorm of queries and keys: over each head (Qwen3), each head after rotary embedding (Hunyuan), or the whole projection (OLMo 2).
+
+"without_gain" is over each head after rotary embedding, without parameters, in the layers with rotary embedding alone (Llama 4).
+"""
 
 Recurrent: TypeAlias = LinearAttention | Mamba2 | ShortConvolution
 """A kind of layer that has a state in place of keys and values."""
@@ -74,6 +77,8 @@ class DecoderConfig:
         nope_layers: the layers without rotary embedding (SmolLM3).
         window: the positions that a layer of `window_layers` attends to, the token's own included; 0: no such layers.
         window_layers: the layers with the sliding window; empty: all, if there is a window.
+        window_is_chunk: whether the window does not slide: positions are cut into chunks of its length, and a token attends to those of
+            its own chunk alone (Llama 4).
         window_rope_theta: `rope_theta` of the layers with the window, without scaling (Gemma 3); 0: as the others.
         full: the heads of the layers without the window, if they are others; `head_dim` and `kv_heads` are then those of the layers
             with it.
@@ -99,6 +104,8 @@ class DecoderConfig:
         attention_scale: multiplies the products of queries and keys; 0: `head_dim ** -0.5`.
         temperature_scale: b; queries of position p are multiplied by `1 + b log(1 + floor(p / temperature_length))` (Ministral 3).
         temperature_length: the positions whose queries are multiplied by 1.
+        temperature_nope: whether queries are multiplied in the layers without rotary embedding alone, and positions count from 1
+            (Llama 4).
         attention_cap: soft cap of attention logits, `cap tanh(x / cap)`; 0: none.
         logit_cap: soft cap of the output logits; 0: none.
         embed_scale: multiplies the embeddings.
@@ -150,6 +157,7 @@ class DecoderConfig:
     nope_layers: tuple[int, ...] = ()
     window: int = 0
     window_layers: tuple[int, ...] = ()
+    window_is_chunk: bool = False
     window_rope_theta: float = 0.0
     full: FullAttention | None = None
     shared_keys: SharedKeys | None = None
@@ -173,6 +181,7 @@ class DecoderConfig:
     attention_scale: float = 0.0
     temperature_scale: float = 0.0
     temperature_length: int = 8192
+    temperature_nope: bool = False
     attention_cap: float = 0.0
     logit_cap: float = 0.0
     embed_scale: float = 1.0
@@ -222,6 +231,8 @@ class DecoderConfig:
             "gated",
             "head_bias",
             "fused_by_head",
+            "window_is_chunk",
+            "temperature_nope",
         ):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -257,6 +268,9 @@ class DecoderConfig:
             self._check_recurrent(self.recurrent)
         if self.window_layers and not self.window:
             raise QuantError("window_layers is given, but window is 0")
+        for name, needed in (("window_is_chunk", "window"), ("temperature_nope", "temperature_scale")):
+            if getattr(self, name) and not getattr(self, needed):
+                raise QuantError(f"{name} is true, but {needed} is 0")
         if self.full is not None:
             self._check_full(self.full)
         if self.shared_keys is not None:

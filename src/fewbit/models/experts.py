@@ -58,7 +58,10 @@ def mixture(
         for index, expert in enumerate(mlp["experts"]):
             is_chosen = chosen == index
             weight = jnp.sum(jnp.where(is_chosen, weights, 0.0), axis=-1, keepdims=True)
-            out = weight * feed_forward(read, expert, config).astype(jnp.float32)
+            if experts.scales_input:
+                out = feed_forward((weight * read).astype(read.dtype), expert, config).astype(jnp.float32)
+            else:
+                out = weight * feed_forward(read, expert, config).astype(jnp.float32)
             total = total + jnp.where(jnp.any(is_chosen, axis=-1, keepdims=True), out, 0.0)  # others may be infinite
     else:
         total = _ragged(read, weights, chosen, mlp["experts"], config, experts)
@@ -84,6 +87,11 @@ def _routed(y: Array, mlp: Params, experts: Experts) -> tuple[Float[Array, "B T 
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + experts.sum_eps)
         return weights * experts.scale, chosen
     largest, chosen = lax.top_k(_of_best_groups(logits, experts, summed=1), experts.active)
+    if experts.scores == "plain_sigmoid":
+        weights = jax.nn.sigmoid(largest)
+        if experts.normalized:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights * experts.scale, chosen
     if experts.normalized:
         return jax.nn.softmax(largest, axis=-1) * experts.scale, chosen
     return jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)) * experts.scale, chosen
@@ -113,6 +121,9 @@ def _ragged(
     flat = chosen.reshape(-1)  # [B T k]
     order = jnp.argsort(flat, stable=True)
     rows = jnp.take(y.reshape(-1, D), order // k, axis=0)  # [B T k, D]
+    if experts.scales_input:
+        rows = (jnp.take(weights.reshape(-1), order)[:, None] * rows).astype(y.dtype)
+        weights = jnp.ones_like(weights)
     sizes = jnp.sum(flat[None, :] == jnp.arange(experts.count, dtype=flat.dtype)[:, None], axis=1, dtype=jnp.int32)
     of_row = flat[order]
     if config.gated:
@@ -144,7 +155,7 @@ def _product(
     weight: Any = stacks[name].astype(rows.dtype)
     precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     settings: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
-    if experts.layout == "interleaved":
+    if experts.is_in_out:
         product = lax.ragged_dot(rows, weight, sizes, **settings)
     else:
         product = lax.ragged_dot_general(rows, weight, sizes, _OVER_INPUTS, **settings)

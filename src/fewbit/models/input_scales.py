@@ -224,7 +224,9 @@ class _Inputs:
         axis = -3 - contraction_axis(f"{at}/{name}", self.config)
         places = range(self.shapes[f"{at}/{name}"][axis])
         if name == "gate+up":
-            places = places[1::2] if axis == -1 else places[len(places) // 2 :]
+            experts = self.config.experts
+            is_interleaved = axis == -1 and experts is not None and experts.layout == "interleaved"
+            places = places[1::2] if is_interleaved else places[len(places) // 2 :]
         sources = [Channels(f"{at}/{name}", axis, places), Channels(f"{at}/{name}_bias", -1, places)]
         return self.before_product(f"{at}/down", sources, tuple(range(len(places))))
 

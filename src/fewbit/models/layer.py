@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..ops.hadamard import hadamard_transform
-from .attention.rope import apply_rotary
+from .attention.rope import Rotation, apply_rotary
 from .config import DecoderConfig
 from .joined import JOINED, products
 
@@ -21,7 +21,7 @@ Params: TypeAlias = dict[str, Any]
 
 
 def queries_keys_values(
-    y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig
+    y: Float[Array, "B T D"], attn: Params, rotation: Rotation, config: DecoderConfig
 ) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"], Float[Array, "B T w"] | None]:
     """The heads of normed tokens, with their norms and rotary embedding, and the gate of attention's output (w = H h) if it has one.
 
@@ -36,7 +36,7 @@ def queries_keys_values(
         q, gate = jnp.split(flat[0].reshape(B, T, config.heads, -1), 2, axis=-1)
         flat[0], gate = q.reshape(B, T, -1), gate.reshape(B, T, -1)
     q, k = (
-        _rotated_heads(part, name, count, attn, rotations, config)
+        _rotated_heads(part, name, count, attn, rotation, config)
         for part, name, count in zip(flat[:2], names, counts, strict=True)
     )
     v = flat[2].reshape(B, T, config.kv_heads, -1)
@@ -66,26 +66,24 @@ def _projected_by_head(y: Array, attn: Params, config: DecoderConfig) -> list[Ar
     return [part.reshape(*y.shape[:2], -1) for part in parts]
 
 
-def queries(
-    y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig
-) -> Float[Array, "B H T h"]:
+def queries(y: Float[Array, "B T D"], attn: Params, rotation: Rotation, config: DecoderConfig) -> Float[Array, "B H T h"]:
     """The heads of queries as in `queries_keys_values`, of a layer without keys of its own."""
     flat = plus_bias(linear(y, attn["q"]), attn, "q")
-    return _rotated_heads(flat, "q", config.heads, attn, rotations, config)
+    return _rotated_heads(flat, "q", config.heads, attn, rotation, config)
 
 
-def _rotated_heads(
-    flat: Array, name: str, count: int, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig
-) -> Array:
+def _rotated_heads(flat: Array, name: str, count: int, attn: Params, rotation: Rotation, config: DecoderConfig) -> Array:
     """Heads of queries or keys with their norm, rotary embedding, and the scale of queries."""
     if config.qk_norm == "projection":
         flat = rms_norm(flat, attn[f"{name}_norm"], config)
     heads = flat.reshape(*flat.shape[:2], count, -1)
     if config.qk_norm == "head":
         heads = rms_norm(heads, attn[f"{name}_norm"], config)
-    heads = apply_rotary(heads.swapaxes(1, 2), *rotations, config.rope)
+    heads = apply_rotary(heads.swapaxes(1, 2), rotation.cos, rotation.sin, config.rope)
     if config.qk_norm == "rotated_head":
         heads = rms_norm(heads, attn[f"{name}_norm"], config)
+    if config.qk_norm == "without_gain":
+        heads = jnp.where(rotation.is_rotary, rms_norm(heads, None, config), heads)
     if name == "q" and config.attention_scale:
         heads = scaled(heads, config.attention_scale * config.head_dim**0.5)
     return heads

@@ -156,7 +156,7 @@ def _softmax_shapes(config: DecoderConfig, layer: int) -> Shapes:
         yield "attn/q+k+v_bias", (sum(widths.values()),)
     elif config.qkv_bias and config.latent is None:
         yield from ((f"attn/{name}_bias", (width,)) for name, width in widths.items())
-    if config.qk_norm != "none":
+    if config.qk_norm not in ("none", "without_gain"):
         heads = {"q": config.heads, "k": config.kv_heads} if has_keys else {"q": config.heads}
         yield from ((f"attn/{name}_norm", (n * h if config.qk_norm == "projection" else h,)) for name, n in heads.items())
     if config.sinks:
@@ -298,11 +298,10 @@ def _expert_shapes(at: str, experts: Experts, config: DecoderConfig, *, is_joine
             yield from ((name, (E, *shape)) for name, shape in _block_shapes(path, D, F, gated=gated))
         case "joined":
             yield from ((f"{path}/gate+up", (E, 2 * F, D)), (f"{path}/down", (E, D, F)))
-        case "interleaved":
+        case "joined_in_out" | "interleaved":
             yield from ((f"{path}/gate+up", (E, D, 2 * F)), (f"{path}/down", (E, F, D)))
     if experts.bias:
-        joined = experts.layout in ("joined", "interleaved")
-        names = {"gate+up": 2 * F} if joined else {"gate": F, "up": F}
+        names = {"gate+up": 2 * F} if experts.is_in_out or experts.layout == "joined" else {"gate": F, "up": F}
         yield from ((f"{path}/{name}_bias", (E, size)) for name, size in {**names, "down": D}.items())
     if experts.shared_hidden:
         yield from _block_shapes(f"{at}/shared", width, experts.shared_hidden, gated=gated, is_joined=is_joined)
@@ -464,9 +463,9 @@ def _with_lists(node: Any) -> Any:
 
 
 def contraction_axis(path: str, config: DecoderConfig) -> int:
-    """The contraction axis of a weight. It is -1 of `[out, in]`, and -2 of the interleaved experts' `[E, in, out]`."""
+    """The contraction axis of a weight. It is -1 of `[out, in]`, and -2 of experts `[E, in, out]`."""
     experts = config.experts
-    return -2 if experts is not None and experts.layout == "interleaved" and "/experts/" in path else -1
+    return -2 if experts is not None and experts.is_in_out and "/experts/" in path else -1
 
 
 def paths_of_params(params: Params, config: DecoderConfig) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from typing import Literal, get_args
 
 from ..errors import QuantError
 
-ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
+ExpertLayout = Literal["separate", "stacked", "joined", "joined_in_out", "interleaved"]
 """How a checkpoint stores experts, see `Experts`."""
 
-RouterScores = Literal["softmax", "sigmoid", "corrected_softmax"]
-"""The router's scores of experts; "sigmoid" is DeepSeek-V3's, and "corrected_softmax" ERNIE's, see `Experts`."""
+RouterScores = Literal["softmax", "sigmoid", "corrected_softmax", "plain_sigmoid"]
+"""The router's scores of experts; "sigmoid" is DeepSeek-V3's, "corrected_softmax" ERNIE's, and "plain_sigmoid" Llama 4's, see `Experts`."""
 
 LinearLayout = Literal["separate", "by_key_head", "gguf", "gguf_tiled"]
 """How a checkpoint stores the projections of linear attention, see `LinearAttention`."""
@@ -29,7 +29,7 @@ class Experts:
         hidden: width of an expert (F).
         normalized: whether the weights of the active experts are divided by their sum.
         layers: the layers that have experts; empty: all.
-        scores: the scores; all but "softmax" have a correction.
+        scores: the scores; all but "softmax" and "plain_sigmoid" have a correction.
         correction_row: whether the correction is stored as one row `[1, E]` (ERNIE); else `[E]`.
         groups: groups of consecutive experts; divides `count`.
         active_groups: the groups that a token's experts are chosen from, those with the largest score, or with a correction
@@ -44,9 +44,10 @@ class Experts:
             the experts then have input norms of their own (Gemma 4).
         router_scale: with `beside_dense`, whether each expert's weight has a scale, `router_scale`. A GGUF file in NVFP4 has it in the
             tensor scales of the experts.
+        scales_input: whether the weights multiply what the experts read, not what they give (Llama 4).
         layout: "separate": leaves `experts/3/gate [F, D]`; "stacked": `experts/gate [E, F, D]`; "joined": `experts/gate+up
-            [E, 2 F, D]`; "interleaved": `experts/gate+up [E, D, 2 F]`, gate and up in turn, and `experts/down [E, F, D]`
-            (gpt-oss).
+            [E, 2 F, D]`; "joined_in_out": `experts/gate+up [E, D, 2 F]` and `experts/down [E, F, D]` (Llama 4); "interleaved":
+            the same with the columns of gate and up in turn (gpt-oss).
 
     Raises:
         QuantError: for numbers that do not fit.
@@ -69,6 +70,7 @@ class Experts:
     bias: bool = False
     beside_dense: bool = False
     router_scale: bool = True
+    scales_input: bool = False
     layout: ExpertLayout = "separate"
 
     def __post_init__(self) -> None:
@@ -92,7 +94,12 @@ class Experts:
     @property
     def has_correction(self) -> bool:
         """Whether a correction of each expert is added to the scores to find the largest ones."""
-        return self.scores != "softmax"
+        return self.scores in ("sigmoid", "corrected_softmax")
+
+    @property
+    def is_in_out(self) -> bool:
+        """Whether the matrices of an expert are `[in, out]`."""
+        return self.layout in ("joined_in_out", "interleaved")
 
     @property
     def part(self) -> str:

@@ -341,6 +341,71 @@ MINIMAX_M2 = {
 }
 
 
+LLAMA_4_SCOUT = {
+    "model_type": "llama4_text",
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "for_llm_compressor": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 10485760,
+    "moe_layers": list(range(48)),
+    "no_rope_layers": [1, 1, 1, 0] * 12,
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "vocab_size": 202048,
+}
+"""The text_config of Llama 4 Scout, by memory."""
+
+
+def test_the_configuration_of_llama_4_scout():
+    config = config_from_hf(LLAMA_4_SCOUT)
+    assert (config.window, config.window_is_chunk, config.nope_layers) == (8192, True, tuple(range(3, 48, 4)))
+    assert config.window_layers == tuple(i for i in range(48) if i % 4 != 3)
+    assert config.experts is not None and (config.experts.layers, config.experts.shared_hidden) == ((), 8192)
+    dense = config_from_hf({**LLAMA_4_SCOUT, "moe_layers": [], "attn_temperature_tuning": False})
+    assert (dense.experts, dense.hidden, dense.temperature_scale) == (None, 16384, 0.0)
+    others = {"no_rope_layers": [], "moe_layers": None, "interleave_moe_layer_step": 2, "use_qk_norm": False}
+    maverick = config_from_hf({**LLAMA_4_SCOUT, **others})
+    assert (maverick.nope_layers, maverick.qk_norm) == (config.nope_layers, "none")
+    assert maverick.experts is not None and maverick.experts.layers == tuple(range(1, 48, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types = 'sliding_attention'; supported is 'full_attention' or"),
+        ({"attention_chunk_size": None}, "layers of type 'chunked_attention', but no attention_chunk_size"),
+        ({"no_rope_layers": [1, 0]}, "has 2 no_rope_layers, 2 layer_types, and num_hidden_layers 48"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_llama_4_refuses(change: dict[str, Any], message: str):
+    with pytest.raises((QuantError, UnsupportedError), match=message):
+        config_from_hf({**LLAMA_4_SCOUT, **change})
+
+
 def test_the_configuration_that_minimax_published():
     config = config_from_hf(MINIMAX_M2)
     assert (config.rotary_dim, config.qk_norm, config.extra_layers) == (64, "projection", 3)

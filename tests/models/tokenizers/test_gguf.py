@@ -250,6 +250,7 @@ KINDS = {
     "granitemoe": [("gpt2", "refact")],
     "granitemoehybrid": [("gpt2", "dbrx")],
     "gpt_oss": [("gpt2", "gpt-4o")],
+    "llama4_text": [("gpt2", "llama4"), ("gpt2", "gpt-4o")],
     "deepseek_v2": [("gpt2", "deepseek-v3")],
     "deepseek_v3": [("gpt2", "deepseek-v3")],
     "glm4": [("gpt2", "glm4"), ("gpt2", "chatglm-bpe")],

@@ -29,6 +29,7 @@ from fewbit.workflows.methods.calibration_data import CalibrationData, calibrati
 from fewbit.workflows.model import Model
 from tests.nets.random_decoder import (
     BY_HEAD,
+    CHUNKS,
     FEATURES,
     LATENT,
     LINEAR,
@@ -54,6 +55,7 @@ CONFIGS = {
     "mamba": dataclasses.replace(MAMBA, layers=2, nope_layers=(), mamba=dataclasses.replace(MAMBA.mamba, layers=(0,))),
     "by head": BY_HEAD,
     "single blocks": SINGLE_BLOCKS,
+    "chunks": CHUNKS,
 }
 
 

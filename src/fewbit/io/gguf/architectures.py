@@ -53,8 +53,8 @@ class Architecture:
         fields: the optional fields that it reads besides `COMMON`.
         is_permuted: whether rotary embedding rotates neighbours, so that the rows of q and k are permuted.
         norm_offset: what transformers adds to the gain of a norm, and GGUF stores.
-        has_interleaved_experts: whether fused experts are stored `[E, in, out]`, gate and up alternating (gpt-oss); else
-            `[E, out, in]`, gate before up.
+        has_experts_in_out: whether fused experts are stored `[E, in, out]` (gpt-oss, Llama 4); else `[E, out, in]`.
+        has_interleaved_experts: whether gate and up of fused experts alternate (gpt-oss); else gate comes before up.
         has_tensor_scales: whether llama.cpp applies the tensor scales of NVFP4 in all its products.
         has_rope_factors: whether it reads the factors of "llama3" rope scaling.
         window_pattern: n: every n-th layer has full attention, as llama.cpp has it built in; 0: it reads no windows.
@@ -83,6 +83,7 @@ class Architecture:
     fields: tuple[FieldRow, ...] = _HEAD
     is_permuted: bool = False
     norm_offset: float = 0.0
+    has_experts_in_out: bool = False
     has_interleaved_experts: bool = False
     has_tensor_scales: bool = False
     has_rope_factors: bool = False
@@ -113,6 +114,11 @@ class Architecture:
         said = {**self.defaults, **config, **{key: value for key, value in renamed.items() if value is not None}}
         if self.name == "gpt2" and said.get("intermediate_size") is None:
             said["intermediate_size"] = 4 * said["hidden_size"]
+        if self.name == "llama4":  # which has the width of an expert where others have that of dense layers
+            said["moe_intermediate_size"], said["intermediate_size"] = (
+                said["intermediate_size"],
+                said["intermediate_size_mlp"],
+            )
         if self.has_single_blocks:
             said["num_hidden_layers"] = len(nemotron_h_kinds(config))
         for key in _BY_LAYER:
@@ -726,9 +732,37 @@ ARCHITECTURES = {
         },
         assumed={"conv_bias": (False,)},
     ),
+    "llama4_text": Architecture(
+        "llama4",
+        (*_HEAD, *_EXPERTS, _EXPERT_WIDTH, ("interleave_moe_layer_step", int, ("interleave_moe_layer_step",))),
+        has_rope_factors=True,
+        has_experts_in_out=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
+            "use_qk_norm": True,
+        },
+        assumed={
+            **_SILU,
+            "attention_bias": (False,),
+            "attention_chunk_size": (8192,),
+            "attn_temperature_tuning": (True, 4),
+            "floor_scale": (8192,),
+            "attn_scale": (0.1,),
+        },
+    ),
     "gpt_oss": Architecture(
         "gpt-oss",
         (*_HEAD, *_EXPERTS, ("expert_feed_forward_length", int, ("intermediate_size",)), _WINDOW),
+        has_experts_in_out=True,
         has_interleaved_experts=True,
         window_pattern=2,
         defaults={"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},

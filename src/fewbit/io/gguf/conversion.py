@@ -250,7 +250,7 @@ class Conversion:
             for kind, part_rows in self._separated(part, rows).items():
                 yield f"blk.{layer}.ffn_{kind}_exps.bias", stored(part_rows, name)
             return
-        if self.architecture.has_interleaved_experts:
+        if self.architecture.has_experts_in_out:
             value = _contracted_last(value)
         tensor = stored(value, f"tensor {name!r}", self.ternary)
         for kind, part_rows in self._separated(part, tensor.data).items():  # [E, out, bytes]
@@ -305,7 +305,7 @@ def with_applied_scale(name: str, tensor: Stored, architecture: str, *, is_appli
 
 def is_contracted_first(architecture: Architecture, name: str) -> bool:
     """Whether a tensor is a stack of experts `[E, in, out]`, which GGUF stores with `in` last."""
-    return architecture.has_interleaved_experts and _EXPERTS.fullmatch(name) is not None
+    return architecture.has_experts_in_out and _EXPERTS.fullmatch(name) is not None
 
 
 def _contracted_last(value: np.ndarray | jax.Array | QArray) -> np.ndarray | jax.Array | QArray:

@@ -20,7 +20,8 @@ from .stored import Stored, stored
 
 _LARGEST_HEAD = 65536
 _EXAONE_WITH_WINDOWS = 64
-_NO_ROPE_STEP = 4  # SmolLM3: llama.cpp rotates all but every fourth layer
+_NO_ROPE_STEP = 4  # SmolLM3 and Llama 4: llama.cpp rotates all but every fourth layer
+_EXPERTS_WITHOUT_NORMS = 128  # Llama 4: llama.cpp norms queries and keys unless there are so many experts
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -249,6 +250,34 @@ def _check_dense_first(config: Mapping[str, Any]) -> None:
         raise UnsupportedError("llama.cpp has dense layers only before those with experts; config.json has others")
 
 
+def _check_llama4(config: Mapping[str, Any]) -> None:
+    """Refuses layers with experts, chunks and norms of queries and keys in another pattern than llama.cpp's."""
+    layers, step = config.get("num_hidden_layers") or 0, config["interleave_moe_layer_step"]
+    experts = [i for i in range(layers) if (i + 1) % step == 0]
+    kinds = ["chunked_attention" if (i + 1) % _NO_ROPE_STEP else "full_attention" for i in range(layers)]
+    if (config.get("moe_layers") or experts) != experts or (config.get("layer_types") or kinds) != kinds:
+        raise UnsupportedError(
+            "llama.cpp has experts in every n-th layer of llama4, and no chunks in every fourth; moe_layers or layer_types differ"
+        )
+    if config["use_qk_norm"] == (config["num_local_experts"] == _EXPERTS_WITHOUT_NORMS):
+        raise UnsupportedError(
+            f"llama.cpp norms queries and keys of llama4 unless it has {_EXPERTS_WITHOUT_NORMS} experts; config.json has "
+            f"use_qk_norm {config['use_qk_norm']} and {config['num_local_experts']} experts"
+        )
+
+
+def _check_rotary_layers(config: Mapping[str, Any]) -> None:
+    """Refuses layers without rotary embedding other than every fourth."""
+    kind, rotated = config["model_type"], config.get("no_rope_layers") or []
+    interval = config.get("no_rope_layer_interval")
+    if not rotated and interval != _NO_ROPE_STEP:
+        raise UnsupportedError(
+            f"llama.cpp rotates all but every fourth layer of {kind}; no_rope_layer_interval is {interval}"
+        )
+    if [bool(r) for r in rotated] != [bool((i + 1) % _NO_ROPE_STEP) for i in range(len(rotated))]:
+        raise UnsupportedError(f"llama.cpp rotates all but every fourth layer of {kind}; no_rope_layers is another")
+
+
 def _check_windows(architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuses another pattern of sliding windows than the built-in one."""
     name, step = architecture.name, architecture.window_pattern
@@ -292,18 +321,14 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         raise UnsupportedError(f"llama.cpp runs {name} only with as many heads of keys as of queries")
     if name == "glm4moe" and not config.get("n_shared_experts"):
         raise UnsupportedError("llama.cpp runs GLM-4.5 only with shared experts; config.json has n_shared_experts 0")
-    if architecture.has_linear_attention:
+    if name == "llama4":
+        _check_llama4(config)
+    elif architecture.has_linear_attention:
         _full_attention_interval(config)
     elif not (_has_other_layers(architecture) or _says_windows(architecture, config)):
         _check_windows(architecture, config)
-    if name == "smollm3":
-        rotated, interval = config.get("no_rope_layers") or [], config.get("no_rope_layer_interval")
-        if not rotated and interval != _NO_ROPE_STEP:
-            raise UnsupportedError(
-                f"llama.cpp rotates all but every fourth layer of smollm3; no_rope_layer_interval is {interval}"
-            )
-        if [bool(r) for r in rotated] != [bool((i + 1) % _NO_ROPE_STEP) for i in range(len(rotated))]:
-            raise UnsupportedError("llama.cpp rotates all but every fourth layer of smollm3; no_rope_layers is another")
+    if name in ("smollm3", "llama4"):
+        _check_rotary_layers(config)
     if name == "gemma2":
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if config[key] is None:
@@ -495,6 +520,11 @@ class _Config(msgspec.Struct):
     full_attention_interval: Positive | None = None
     layer_types: list[str] | None = None
     no_rope_layers: list[bool | int] | None = None
+    no_rope_layer_interval: Positive | None = None
+    moe_layers: list[Count] | None = None
+    interleave_moe_layer_step: Positive | None = None
+    intermediate_size_mlp: Positive | None = None
+    use_qk_norm: bool | None = None
     rope_theta: float | None = None
     rope_local_base_freq: float | None = None
     partial_rotary_factor: float | None = None

@@ -101,21 +101,29 @@ def seen_positions(start: Int[Array, ""] | int, count: int) -> Int[Array, " T"]:
     return jnp.int32(start) + jnp.arange(1, count + 1, dtype=jnp.int32)
 
 
-def window_start(seen: Int[Array, " T"], window: Int[Array, ""] | np.integer | int) -> Int[Array, " T"] | None:
-    """The first positions of sliding windows.
+def window_start(
+    seen: Int[Array, " T"], window: Int[Array, ""] | np.integer | int, *, is_chunk: bool = False
+) -> Int[Array, " T"] | None:
+    """The first positions of sliding windows, or of chunks.
 
     Args:
         seen: for each new token the end of its window, from `seen_positions`.
         window: how many positions a token attends to; 0: all.
+        is_chunk: whether positions are cut into chunks of that length, and a token attends to those of its own chunk alone.
 
     Returns:
         For each new token the first position; None where `window` is the Python or NumPy integer 0.
 
     >>> window_start(seen_positions(4, 3), 3).tolist()
     [2, 3, 4]
+    >>> window_start(seen_positions(4, 3), 3, is_chunk=True).tolist()
+    [3, 3, 6]
     """
     if isinstance(window, int | np.integer) and window == 0:
         return None
+    if is_chunk:
+        last = seen - 1
+        return jnp.where(window == 0, 0, last - last % jnp.maximum(jnp.int32(window), 1))
     return jnp.where(window == 0, 0, jnp.maximum(seen - jnp.int32(window), 0))
 
 

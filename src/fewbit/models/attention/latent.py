@@ -20,16 +20,16 @@ from jaxtyping import Array, Float
 from ..config import DecoderConfig
 from ..layer import Params, linear, plus_bias, rms_norm, scaled
 from ..part_configs import LatentAttention
-from .rope import apply_rotary
+from .rope import Rotation, apply_rotary
 
 
 def expanded_heads(
-    y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, latent: LatentAttention
+    y: Float[Array, "B T D"], attn: Params, rotation: Rotation, config: DecoderConfig, latent: LatentAttention
 ) -> tuple[Float[Array, "B H T h"], Float[Array, "B H T h"], Float[Array, "B H T h"]]:
     """The queries, keys and values of every head. Values are padded by zeros to the width of keys."""
     plain = config.head_dim - config.rotary_dim
-    q = jnp.concatenate(_queries(y, attn, rotations, config, latent), axis=-1)
-    c, r = _latent_and_rotary_key(y, attn, rotations, config, latent)
+    q = jnp.concatenate(_queries(y, attn, rotation, config, latent), axis=-1)
+    c, r = _latent_and_rotary_key(y, attn, rotation, config, latent)
     k, v = jnp.split(_heads(linear(c, attn["kv_b"]), config), [plain], axis=-1)
     k = jnp.concatenate([k, jnp.broadcast_to(r[:, None], (*k.shape[:-1], config.rotary_dim))], axis=-1)
     if config.attention_scale:
@@ -38,20 +38,20 @@ def expanded_heads(
 
 
 def absorbed_heads(
-    y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, latent: LatentAttention
+    y: Float[Array, "B T D"], attn: Params, rotation: Rotation, config: DecoderConfig, latent: LatentAttention
 ) -> tuple[Float[Array, "B H T R"], Float[Array, "B 1 T R"]]:
     """The queries of every head, and what is cached of new tokens.
 
     The queries are for cached tokens. What is cached also serves as values. Attention divides by `sqrt(R)`; queries are
     multiplied by what the scale differs from that.
     """
-    q, s = _queries(y, attn, rotations, config, latent)
+    q, s = _queries(y, attn, rotation, config, latent)
     if latent.split:
         q = _per_head(q, attn["k_b"].astype(y.dtype), over=2)
     else:
         q = _per_head(q, _by_head(attn, y.dtype, config, latent)[:, : q.shape[-1]], over=1)
     queries = jnp.concatenate([q, s], axis=-1)
-    cached = jnp.concatenate(_latent_and_rotary_key(y, attn, rotations, config, latent), axis=-1)[:, None]
+    cached = jnp.concatenate(_latent_and_rotary_key(y, attn, rotation, config, latent), axis=-1)[:, None]
     scale = config.attention_scale or config.head_dim**-0.5
     return scaled(queries, scale * cached.shape[-1] ** 0.5), cached
 
@@ -68,7 +68,7 @@ def absorbed_values(
 
 
 def _queries(
-    y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, latent: LatentAttention
+    y: Array, attn: Params, rotation: Rotation, config: DecoderConfig, latent: LatentAttention
 ) -> tuple[Float[Array, "B H T n"], Float[Array, "B H T p"]]:
     """The queries of every head: their plain coordinates, and the rotary ones."""
     if latent.query_rank:
@@ -77,15 +77,17 @@ def _queries(
     else:
         flat = linear(y, attn["q"])
     q, s = jnp.split(_heads(flat, config), [config.head_dim - config.rotary_dim], axis=-1)
-    return q, apply_rotary(s, *rotations, config.rope)
+    return q, apply_rotary(s, rotation.cos, rotation.sin, config.rope)
 
 
 def _latent_and_rotary_key(
-    y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, latent: LatentAttention
+    y: Array, attn: Params, rotation: Rotation, config: DecoderConfig, latent: LatentAttention
 ) -> tuple[Float[Array, "B T rank"], Float[Array, "B T p"]]:
     """`c`, after its norm, and `r`."""
     c, r = jnp.split(plus_bias(linear(y, attn["kv_a"]), attn, "kv_a"), [latent.rank], axis=-1)
-    return rms_norm(c, attn["kv_a_norm"], config, latent.norm_eps), apply_rotary(r[:, None], *rotations, config.rope)[:, 0]
+    return rms_norm(c, attn["kv_a_norm"], config, latent.norm_eps), apply_rotary(
+        r[:, None], rotation.cos, rotation.sin, config.rope
+    )[:, 0]
 
 
 def _heads(flat: Float[Array, "B T N"], config: DecoderConfig) -> Float[Array, "B H T n"]:

@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE) in both layouts."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,28 @@ def rotary_tables(config: DecoderConfig, length: int) -> tuple[np.ndarray, np.nd
     ((2, 2), 0.8414709568023682)
     """
     return _tables(_frequencies(config, config.rope_theta, config.rope_scaling, length), length, config.rope_scaling)
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of one layer, for T tokens, and the gains of their queries.
+
+    Attributes:
+        cos: the cosines `[T, rotary_dim / 2]`.
+        sin: the sines, likewise.
+        is_rotary: whether the layer has rotary embedding; traced in a scan over layers with it and without.
+        gains: the factors `[T]` of the queries; None: all are 1.
+    """
+
+    cos: Any
+    sin: Any
+    is_rotary: Any = True
+    gains: Any = None
+
+    def tempered(self, q: Float[Array, "B H T h"]) -> Float[Array, "B H T h"]:
+        """The queries, multiplied by the gain of their position."""
+        if self.gains is None:
+            return q
+        return (q.astype(jnp.float32) * self.gains[None, None, :, None]).astype(q.dtype)
 
 
 class LayerRotations:
@@ -53,9 +75,15 @@ class LayerRotations:
         self.indices = tuple(used.index(index) for index in self.indices)
         self.tables = [_placed(config, index, start, tokens, max_length, count) for index in used]
         self.gains = _query_gains(config, start, tokens)
+        self.is_rotary = [layer not in config.nope_layers for layer in range(config.layers)]
+        self.spares_rotary = config.temperature_nope
 
-    def of_layer(self, layer: Int[Array, ""] | int) -> tuple[Any, Any]:
-        """Cosines and sines `[T, rotary_dim / 2]` of a layer, which `lax.scan` traces."""
+    def of_layer(self, layer: Int[Array, ""] | int) -> Rotation:
+        """The rotary embedding of a layer, which `lax.scan` traces."""
+        is_rotary = self._is_rotary(layer)
+        return Rotation(*self._tables_of(layer), is_rotary, self._gains_of(is_rotary))
+
+    def _tables_of(self, layer: Array | int) -> tuple[Any, Any]:
         if len(self.tables) == 1:
             return self.tables[0]
         if isinstance(layer, int):
@@ -64,18 +92,26 @@ class LayerRotations:
         cos, sin = (jnp.stack(list(map(jnp.asarray, tables))) for tables in zip(*self.tables, strict=True))
         return cos[index], sin[index]
 
-    def tempered(self, q: Float[Array, "B H T h"]) -> Float[Array, "B H T h"]:
-        """The queries, multiplied by the gain of their position if the configuration has one."""
-        if self.gains is None:
-            return q
-        return (q.astype(jnp.float32) * self.gains[None, None, :, None]).astype(q.dtype)
+    def _is_rotary(self, layer: Array | int) -> Array | bool:
+        if len(set(self.is_rotary)) == 1:
+            return self.is_rotary[0]
+        if isinstance(layer, int):
+            return self.is_rotary[layer]
+        return jnp.asarray(self.is_rotary)[layer]
+
+    def _gains_of(self, is_rotary: Array | bool) -> Array | None:
+        if self.gains is None or not self.spares_rotary:
+            return self.gains
+        if isinstance(is_rotary, bool):
+            return None if is_rotary else self.gains
+        return jnp.where(is_rotary, 1.0, self.gains)
 
 
 def _query_gains(config: DecoderConfig, start: Array | int, tokens: int) -> Array | None:
     """The factors of the queries of T tokens from `start` on. None if all are 1."""
     if not config.temperature_scale:
         return None
-    positions = start + jnp.arange(tokens, dtype=jnp.int32)
+    positions = start + int(config.temperature_nope) + jnp.arange(tokens, dtype=jnp.int32)
     periods = (positions // config.temperature_length).astype(jnp.float32)
     return 1 + config.temperature_scale * jnp.log1p(periods)
 

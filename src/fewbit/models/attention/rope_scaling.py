@@ -92,7 +92,9 @@ class Llama3(RopeScaling):
 
     def frequencies(self, plain: np.ndarray, theta: float, length: int) -> np.ndarray:
         periods = self.original_context * plain / (2 * math.pi)
-        smooth = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = (periods - self.low_freq_factor) / (
+            (self.high_freq_factor - self.low_freq_factor) or 1.0
+        )  # both are 1 in Llama 4
         between = (1 - smooth) * plain / self.factor + smooth * plain
         found = np.where(periods < self.low_freq_factor, plain / self.factor, between)
         return np.where(periods > self.high_freq_factor, plain, found)

@@ -19,7 +19,7 @@ from ..cache import AnyCache, Cache, kvs_of
 from ..config import DecoderConfig
 from ..layer import Params, queries, queries_keys_values
 from .latent import absorbed_heads, absorbed_values, expanded_heads
-from .rope import LayerRotations
+from .rope import LayerRotations, Rotation
 
 _Heads: TypeAlias = tuple[Float[Array, "B K T h"], Float[Array, "B K T h"]]
 
@@ -85,10 +85,10 @@ class SoftmaxAttention:
             index: the number of the layer, which `lax.scan` traces.
         """
         kind = self._kind_of(attn)
-        config, rotations = self.kinds[kind], self.rotations[kind]
+        config, rotation = self.kinds[kind], self.rotations[kind].of_layer(index)
         window, place = self.windows[kind].of_layer(index), _of_layer(self.places, index)
-        q, k, v, gate = self._heads(y, attn, rotations.of_layer(index), config, kvs, kind)
-        q = rotations.tempered(q)
+        q, k, v, gate = self._heads(y, attn, rotation, config, kvs, kind)
+        q = rotation.tempered(q)
         if self.config.shared_keys is not None:
             kvs = kvs._replace(last=_replaced(kvs.last, kind, (k, v)))
         if kvs.caches:
@@ -96,12 +96,12 @@ class SoftmaxAttention:
             if self._has_keys(attn):
                 cache = cache.written(place, k, v)
                 kvs = kvs._replace(caches=_replaced(kvs.caches, kind, cache))
-            blocks = cache.blocks(place, k, v, window)
+            blocks = cache.blocks(place, k, v, window, is_chunk=config.window_is_chunk)
         else:
             seen = seen_positions(0, self.tokens)
             if self.kv is not None:
                 k, v = quantize(k, self.kv.keys), quantize(v, self.kv.values)
-            blocks = (Block(k, v, seen, first=window_start(seen, window)),)
+            blocks = (Block(k, v, seen, first=window_start(seen, window, is_chunk=config.window_is_chunk)),)
         if self.policy is not None and self.policy.int8_queries:
             q = quantize(q, QUERIES)
         mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
@@ -119,16 +119,16 @@ class SoftmaxAttention:
         return self.config.shared_keys is None or "k" in attn or "q+k+v" in attn
 
     def _heads(
-        self, y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, kvs: KeysValues, kind: int
+        self, y: Array, attn: Params, rotation: Rotation, config: DecoderConfig, kvs: KeysValues, kind: int
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys and values of normed tokens, as a KV cache has them or of every head; and the gate of the output."""
         if not self._has_keys(attn):
-            return queries(y, attn, rotations, config), *kvs.last[kind], None
+            return queries(y, attn, rotation, config), *kvs.last[kind], None
         if config.latent is None:
-            return queries_keys_values(y, attn, rotations, config)
+            return queries_keys_values(y, attn, rotation, config)
         if not self.is_absorbed:
-            return *expanded_heads(y, attn, rotations, config, config.latent), None
-        q, cached = absorbed_heads(y, attn, rotations, config, config.latent)
+            return *expanded_heads(y, attn, rotation, config, config.latent), None
+        q, cached = absorbed_heads(y, attn, rotation, config, config.latent)
         return q, cached, cached, None
 
     def _values(self, mixed: Array, attn: Params, config: DecoderConfig) -> Array:

@@ -40,6 +40,7 @@ _SAME_RULE = {
     "hunyuan-dense": "deepseek-v3",
     "stablelm2": "qwen2",
     "minimax-m2": "gpt-4o",
+    "llama4": "gpt-4o",
     "exaone4": "gpt-2",
     "olmo": "gpt-2",
     "phi-2": "gpt-2",

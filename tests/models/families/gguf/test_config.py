@@ -276,6 +276,14 @@ def test_factors_of_rotary_embedding_need_their_values():
         config_from_gguf(GGUF_FIELDS, ["rope_freqs.weight"])
 
 
+def test_llama_4_norms_queries_and_keys_unless_it_has_128_experts():
+    fields = of_architecture("llama4", expert_count=128, expert_used_count=1, block_count=4)
+    config = config_from_gguf(fields, ["blk.1.ffn_down_exps.weight", *"abcd"])
+    assert (config.qk_norm, config.nope_layers, config.window_layers) == ("none", (3,), (0, 1, 2))
+    with pytest.raises(UnsupportedError, match=r"llama4\.attention\.sliding_window = 0; supported is None"):
+        config_from_gguf({**fields, "llama4.attention.sliding_window": 0}, ["blk.1.ffn_down_exps.weight", *"abcd"])
+
+
 def test_missing_keys_are_named():
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'llama\.block_count'"):
         config_from_gguf({k: v for k, v in GGUF_FIELDS.items() if k != "llama.block_count"}, [])
@@ -341,6 +349,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "lfm2": {"conv_bias": False},
     "starcoder2": {"sliding_window": None},
     "cohere2": {"layer_types": None, "num_hidden_layers": 4},
+    "llama4_text": {"attention_chunk_size": 8192, "floor_scale": 8192, "rope_parameters": None},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
     "dots1": {"sliding_window": None},
@@ -387,6 +396,8 @@ def as_gguf(
         fields[f"{architecture}.attention.layer_norm_epsilon"] = fields.pop(
             f"{architecture}.attention.layer_norm_rms_epsilon"
         )
+    if architecture == "llama4":
+        del fields["llama4.attention.sliding_window"]
     if config.window_rope_theta:
         fields[f"{architecture}.rope.freq_base_swa"] = config.window_rope_theta
     fields[f"{architecture}.rope.dimension_count"] = config.rotated

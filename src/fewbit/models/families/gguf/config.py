@@ -204,6 +204,9 @@ def _experts(architecture: str, found: GGUFMetadata, names: Tensors) -> Experts 
         settings |= {"scores": "corrected_softmax", "sum_eps": 1e-12}
     if architecture == "nemotron_h_moe":
         settings |= {"scores": "sigmoid", "shared_hidden": found.shared_hidden, "latent": found.latent}
+    if architecture == "llama4":
+        settings = {"normalized": False, "scores": "plain_sigmoid", "scales_input": True}
+        settings |= {"shared_hidden": hidden, "shared_gate": False}
     if architecture == "gemma4":
         settings |= {"beside_dense": True, "router_scale": f"blk.{layers[0]}.ffn_down_exps.scale" in names}
     is_joined = f"blk.{layers[0]}.ffn_gate_up_exps.weight" in names
@@ -276,6 +279,22 @@ def _projection_norms(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
 
 def _smollm3(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     return {"rope": "interleaved", "nope_layers": tuple(range(3, found.layers, 4))}
+
+
+def _llama4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
+    """Llama 4. Files do not say what llama.cpp has built in: chunks, gains of queries, and norms unless there are 128 experts."""
+    refuse_unless(found.window, (None,), "llama4.attention.sliding_window", WHERE)
+    full = tuple(range(3, found.layers, 4))
+    return {
+        "rope": "interleaved",
+        "nope_layers": full,
+        "qk_norm": "none" if found.experts == 128 else "without_gain",
+        "window": 8192,
+        "window_is_chunk": True,
+        "window_layers": tuple(i for i in range(found.layers) if i not in full) if full else (),
+        "temperature_scale": 0.1,
+        "temperature_nope": True,
+    }
 
 
 def _granite(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
@@ -627,6 +646,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "dots1": _qwen3,
     "minimax-m2": _projection_norms,
     "smollm3": _smollm3,
+    "llama4": _llama4,
     "granite": _granite,
     "granitemoe": _granite_moe,
     "granitehybrid": _granite_hybrid,
