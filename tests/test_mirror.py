@@ -164,8 +164,8 @@ SUITES = (
         "config.json of every family by transformers'",
         {
             "models/families": "experts rope",
-            "models/families/dense": "apertus bitnet ernie exaone gemma llama olmo phi seed smollm",
-            "models/families/layer_norm": "cohere gpt nemotron stablelm starcoder",
+            "models/families/dense": "apertus bitnet ernie exaone gemma hyperclovax llama olmo phi seed smollm",
+            "models/families/layer_norm": "cohere gpt jais nemotron stablelm starcoder",
             "models/families/mixtures": "deepseek glm gpt_oss hunyuan llama4",
             "models/families/hybrids": "granite lfm2 nemotron_h qwen",
         },

@@ -403,6 +403,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "internlm3": ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("LlamaForCausalLM", SIZES),
+    "hyperclovax": (
+        "HyperCLOVAXForCausalLM",
+        {
+            **WIDE,
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+        },
+    ),
+    "jais2": ("Jais2ForCausalLM", {**WIDE, "num_key_value_heads": 2}),
+    "mellum": (
+        "MellumForCausalLM",
+        {
+            **SIZES,
+            **_EXPERTS,
+            "sliding_window": 6,
+            "layer_types": _ALTERNATING,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", **_NTK, "original_max_position_embeddings": 16},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "granite_swa": (
+        "GraniteSWAForCausalLM",
+        {
+            **WIDE,
+            "sliding_window": 6,
+            "layer_types": _ALTERNATING,
+            "layer_rope_theta": [100.0, 0, 100.0],
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.25,
+        },
+    ),
+    "granite_swa-bases": (
+        "GraniteSWAForCausalLM",
+        {**WIDE, "sliding_window": 6, "layer_types": _ALTERNATING, "layer_rope_theta": [100.0, 1000.0, 100.0]},
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        {
+            **WIDE,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 10,
+            "mamba_chunk_size": 8,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "apertus": ("ApertusForCausalLM", {**SIZES, "attention_bias": True}),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1ForCausalLM",
@@ -534,7 +592,8 @@ def theirs(case: str) -> Any:
 
     name, settings = CASES[case]
     cls = getattr(transformers, name)
-    return with_random_weights(cls(cls.config_class(**settings, attn_implementation="eager")).eval())
+    config = transformers.AutoConfig.for_model(case.split("-")[0], **settings, attn_implementation="eager")
+    return with_random_weights(cls(config).eval())
 
 
 def with_random_weights(model: Any) -> Any:

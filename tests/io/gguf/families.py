@@ -140,6 +140,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0},
         },
     ),
+    "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "iquest-coder": ("iquestcoder", {"head_dim": 16}),
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", {}),

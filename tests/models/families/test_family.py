@@ -341,6 +341,40 @@ MINIMAX_M2 = {
 }
 
 
+def test_internlm_3_has_one_setting_of_biases():
+    form = {**CASES["internlm3"][1], "model_type": "internlm3"}
+    older = {key: value for key, value in form.items() if key not in ("attention_bias", "mlp_bias")} | {
+        "qkv_bias": True,
+        "bias": True,
+    }
+    assert config_from_hf(older) == config_from_hf(form)
+    with pytest.raises(UnsupportedError, match="bias = False; supported is True"):
+        config_from_hf({**older, "bias": False})
+
+
+def test_bases_of_rotary_embedding_of_granite_with_windows():
+    form = {**CASES["granite_swa-bases"][1], "model_type": "granite_swa"}
+    config = config_from_hf(form)
+    assert (config.rope_theta, config.window_rope_theta, config.nope_layers) == (1000.0, 100.0, ())
+    without = config_from_hf({**form, "layer_rope_theta": [500.0, 0, 500.0]})
+    assert (without.rope_theta, without.window_rope_theta, without.nope_layers) == (500.0, 0.0, (1,))
+    silent = config_from_hf({key: form[key] for key in form if key not in ("layer_rope_theta", "layer_types")})
+    assert (silent.rope_theta, silent.window_layers) == (10_000.0, (1, 2))
+    with pytest.raises(UnsupportedError, match=r"layer_rope_theta = \[100\.0, 1000\.0, 50\.0\]; one base is supported"):
+        config_from_hf({**form, "layer_rope_theta": [100.0, 1000.0, 50.0]})
+    with pytest.raises(UnsupportedError, match="several layer_rope_theta has rope_type = 'linear'"):
+        config_from_hf({**form, "rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+
+
+def test_mellum_has_experts_in_the_layers_that_say_so():
+    form = {**CASES["mellum"][1], "model_type": "mellum", "num_nextn_predict_layers": 1}
+    config = config_from_hf(form)
+    assert config.experts is not None and config.experts.layers == (1, 2)
+    assert config_from_hf({**form, "mlp_layer_types": ["dense"] * 3}).experts is None
+    with pytest.raises(UnsupportedError, match="mlp_layer_types = 'moe'; supported is 'dense' or 'sparse'"):
+        config_from_hf({**form, "mlp_layer_types": ["moe"] * 3})
+
+
 LLAMA_4_SCOUT = {
     "model_type": "llama4_text",
     "attention_bias": False,

@@ -228,6 +228,8 @@ def test_sentencepiece_begins_with_token_1_where_the_file_says_nothing():
 
 KINDS = {
     "llama": [("llama", "default"), ("gpt2", "llama-bpe"), ("gpt2", "smollm")],
+    "internlm3": [("llama", "default")],
+    "iquestcoder": [("gpt2", "qwen2")],
     "mistral": [("llama", "default"), ("gpt2", "tekken")],
     "mixtral": [("llama", "default")],
     "qwen2": [("gpt2", "qwen2"), ("gpt2", "deepseek-r1-qwen")],

@@ -268,6 +268,12 @@ _GRANITE_MOE = dataclasses.replace(
 
 ARCHITECTURES = {
     "llama": _LLAMA,
+    "internlm3": dataclasses.replace(
+        _LLAMA, defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128}, assumed=_SILU
+    ),
+    "iquestcoder": dataclasses.replace(
+        _LLAMA, defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128}, assumed=_SILU
+    ),
     "mistral": dataclasses.replace(_LLAMA, defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8}),
     "mixtral": dataclasses.replace(
         _LLAMA,

@@ -9,17 +9,17 @@ from ..._json import converted
 from ..._registry import near_names
 from ...errors import UnsupportedError
 from ..config import DecoderConfig
-from .dense import apertus, bitnet, ernie, exaone, gemma, llama, olmo, phi, seed, smollm
+from .dense import apertus, bitnet, ernie, exaone, gemma, hyperclovax, llama, olmo, phi, seed, smollm
 from .family import Family
 from .hybrids import granite, lfm2, nemotron_h, qwen
-from .layer_norm import cohere, gpt, nemotron, stablelm, starcoder
+from .layer_norm import cohere, gpt, jais, nemotron, stablelm, starcoder
 from .mixtures import deepseek, glm, gpt_oss, hunyuan, llama4
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for module in (
         *(llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss, deepseek, glm, seed, exaone, ernie, bitnet, lfm2),
-        *(apertus, nemotron_h, hunyuan, llama4, starcoder, stablelm, nemotron, cohere, gpt),
+        *(apertus, nemotron_h, hunyuan, llama4, hyperclovax, starcoder, stablelm, nemotron, jais, cohere, gpt),
     )
     for family in module.FAMILIES
 }

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, CWM, Mistral, Ministral, Mixtral, Arcee."""
+"""Llama 2 and 3, InternLM 3, IQuest-Coder, CWM, Mistral, Ministral, Mixtral, Arcee."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,13 +9,29 @@ from ...._json import Count, Positive
 from ...config import DecoderConfig
 from ...part_configs import Experts
 from ..experts import MIXTRAL_NAMES
-from ..family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, window_fields
+from ..family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, refuse_unless, window_fields
 from ..rope import llama3_rope
 
 
 class _Llama(Common, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
+
+
+class _InternLM3(Common, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=2)
+    head_dim: Positive | None = 128
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qkv_bias: bool | None = None  # the older names of the two
+    bias: bool | None = None
+
+
+class _IQuestCoder(_Llama, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
+    head_dim: Positive | None = 128
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
 
 
 class _Arcee(_Llama, kw_only=True):
@@ -51,6 +67,20 @@ class _Mixtral(Windowed, kw_only=True):
 
 def _llama(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Llama, names)
+    bias = found.attention_bias
+    return decoder_config(found, qkv_bias=bias, o_bias=bias, mlp_bias=found.mlp_bias)
+
+
+def _internlm3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """InternLM 3. transformers has one setting of biases for the projections of attention and of the feed-forward block."""
+    found = read_config(obj, _InternLM3, names)
+    bias = found.attention_bias if found.qkv_bias is None else found.qkv_bias
+    refuse_unless(found.mlp_bias if found.bias is None else found.bias, (bias,), "bias")
+    return decoder_config(found, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+
+
+def _iquest_coder(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _IQuestCoder, names)
     bias = found.attention_bias
     return decoder_config(found, qkv_bias=bias, o_bias=bias, mlp_bias=found.mlp_bias)
 
@@ -121,6 +151,8 @@ def _mixtral(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 
 FAMILIES = (
     Family("llama", "Llama 2, 3", _llama, gguf="llama", permutes=True),
+    Family("internlm3", "InternLM 3", _internlm3, gguf="llama", permutes=True),
+    Family("iquestcoder", "IQuest-Coder", _iquest_coder, gguf="llama", permutes=True),
     Family("cwm", "Code World Model", _cwm),
     Family("mistral", "Mistral", _mistral, gguf="llama", permutes=True),
     Family("ministral", "Ministral", _ministral),

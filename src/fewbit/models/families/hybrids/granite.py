@@ -1,4 +1,4 @@
-"""Granite: multipliers of embeddings, attention, residuals and logits."""
+"""Granite: multipliers of embeddings, attention, residuals and logits; Bamba."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -8,10 +8,20 @@ import msgspec
 
 from ...._hybrids import GRANITE_4, layers_with_state
 from ...._json import Count, Positive
-from ....errors import QuantError
+from ....errors import QuantError, UnsupportedError
 from ...config import DecoderConfig
 from ...part_configs import Experts, Mamba2
-from ..family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
+from ..family import (
+    Common,
+    Family,
+    Number,
+    decoder_config,
+    gguf_table,
+    hf_table,
+    read_config,
+    refuse_unless,
+    window_fields,
+)
 
 
 class _Granite(Common, kw_only=True):
@@ -30,6 +40,31 @@ class _GraniteMoe(_Granite, kw_only=True):
 
 class _GraniteMoeShared(_GraniteMoe, kw_only=True):
     shared_hidden: Count = msgspec.field(name="shared_intermediate_size", default=0)
+
+
+class _GraniteWindows(_Granite, kw_only=True):
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    tied: bool = msgspec.field(name="tie_word_embeddings", default=True)
+    window: Count | None = msgspec.field(name="sliding_window", default=128)
+    layer_types: list[str] | None = None
+    thetas: list[float] | None = msgspec.field(name="layer_rope_theta", default=None)
+
+
+class _Bamba(Common, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_layers: list[Count] | None = msgspec.field(name="attn_layer_indices", default=None)
+    mamba_heads: Positive = msgspec.field(name="mamba_n_heads", default=128)
+    mamba_groups: Positive = msgspec.field(name="mamba_n_groups", default=1)
+    mamba_state: Positive = msgspec.field(name="mamba_d_state", default=256)
+    mamba_head_dim: Positive | str | None = msgspec.field(name="mamba_d_head", default=None)
+    mamba_kernel: Positive = msgspec.field(name="mamba_d_conv", default=4)
+    mamba_expand: Positive = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: list[float | str | dict[str, str]] | None = None
 
 
 class _Granite4(_Granite, kw_only=True):
@@ -83,8 +118,61 @@ def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
         sizes = (found.experts, found.active, found.experts_hidden)
         experts = Experts(*sizes, shared_hidden=found.hidden, shared_gate=False, layout="joined")
     return decoder_config(
-        found, fused_mlp=True, nope_layers=nope, mamba=_mamba(found), experts=experts, **_shared_fields(found)
+        found,
+        fused_mlp=True,
+        nope_layers=nope,
+        mamba=_mamba(found, found.kinds or ["mamba"] * found.layers),
+        experts=experts,
+        **_shared_fields(found),
     )
+
+
+def _granite_windows(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """Granite with attention sinks and a sliding window in three layers of four, each layer with its own base of rotary embedding."""
+    found = read_config(obj, _GraniteWindows, names)
+    of_layers = ["sliding_attention" if i % 4 else "full_attention" for i in range(found.layers)]
+    windows = window_fields(found.layer_types or of_layers, found.window)
+    fields = {**_shared_fields(found), **windows, "mlp_bias": found.mlp_bias, "sinks": True}
+    if found.thetas is None:
+        return decoder_config(found, **fields)
+    has_window = windows.get("window_layers", ()) or (range(found.layers) if windows else ())
+    nope = tuple(i for i, theta in enumerate(found.thetas[: found.layers]) if not theta)
+    of_kinds = [
+        {found.thetas[i] for i in range(found.layers) if i not in nope and (i in has_window) == kind} for kind in (0, 1)
+    ]
+    if len(found.thetas) < found.layers or any(len(thetas) > 1 for thetas in of_kinds):
+        raise UnsupportedError(
+            f"config.json has layer_rope_theta = {found.thetas!r:.80}; one base is supported for layers with a window, and one for others"
+        )
+    full, local = (next(iter(thetas), 0.0) for thetas in of_kinds)
+    rope = found.rope_scaling or found.rope_parameters or {}
+    if full and local and full != local:
+        refuse_unless(
+            rope.get("rope_type", "default"), ("default",), "rope_type", "config.json with several layer_rope_theta"
+        )
+        fields["window_rope_theta"] = local
+    if full or local:
+        found.rope_scaling, found.rope_parameters = None, {**rope, "rope_theta": full or local}
+    return decoder_config(found, nope_layers=nope, **fields)
+
+
+def _bamba(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """Bamba: state spaces of Mamba-2 in most layers; a half of each head rotates in the others."""
+    found = read_config({key: obj[key] for key in obj if key not in _OF_TRAINING}, _Bamba, names, _BAMBA_UNREAD)
+    kinds = ["attention" if i in (found.attention_layers or ()) else "mamba" for i in range(found.layers)]
+    found.partial_rotary = 0.5
+    return decoder_config(
+        found,
+        rotates_part=True,
+        qkv_bias=found.attention_bias,
+        o_bias=found.attention_bias,
+        mlp_bias=found.mlp_bias,
+        mamba=_mamba(found, kinds),
+    )
+
+
+_BAMBA_UNREAD = ("num_logits_to_keep", "z_loss_coefficient", "mamba_chunk_size", "layers_block_type", "layer_types")
+"""Keys that do not change what is computed."""
 
 
 _OF_TRAINING = ("time_step_min", "time_step_max", "time_step_floor")
@@ -99,9 +187,9 @@ def refuse_time_step_limit(given: object) -> None:
     refuse_unless(given, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")
 
 
-def _mamba(found: _Granite4) -> Mamba2 | None:
+def _mamba(found: "_Granite4 | _Bamba", kinds: list[str]) -> Mamba2 | None:
     """The state space layers."""
-    layers = layers_with_state(found.kinds or ["mamba"] * found.layers, found.layers, GRANITE_4)
+    layers = layers_with_state(kinds, found.layers, GRANITE_4)
     if not layers:
         return None
     refuse_time_step_limit(found.time_step_limit)
@@ -169,6 +257,16 @@ STATES_GGUF = {
 """The names of state spaces in GGUF files."""
 _GGUF = gguf_table(STATES_GGUF)
 
+_BAMBA = hf_table(
+    {
+        **_MAMBA,
+        "mlp/norm": "pre_ff_layernorm.weight",
+        **{f"mlp/{name}": f"feed_forward.{name}_proj.weight" for name in ("gate", "up", "down")},
+        **{f"mlp/{name}_bias": f"feed_forward.{name}_proj.bias" for name in ("gate", "up", "down")},
+    },
+    {"norm": "model.final_layernorm.weight"},
+)
+
 FAMILIES = (
     Family("granite", "Granite", _granite, gguf="granite", permutes=True),
     Family("granitemoe", "GraniteMoE", _granite_moe, hf_table(_EXPERTS), gguf="granitemoe", permutes=True),
@@ -180,6 +278,8 @@ FAMILIES = (
         gguf="granitemoe",
         permutes=True,
     ),
+    Family("granite_swa", "Granite with windows", _granite_windows, hf_table({"attn/sinks": "self_attn.sinks"})),
+    Family("bamba", "Bamba", _bamba, _BAMBA),
     Family(
         "granitemoehybrid",
         "Granite 4",

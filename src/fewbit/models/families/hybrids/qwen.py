@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3, Qwen3-Next and Qwen3.5, and their mixtures of experts."""
+"""Qwen2, Qwen3, Qwen3-Next and Qwen3.5, and their mixtures of experts; Mellum 2."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -20,6 +20,7 @@ from ..family import (
     hf_table,
     read_config,
     refuse_unless,
+    rope_by_kind,
     window_fields,
 )
 from ..rope import without_images
@@ -87,6 +88,19 @@ class _Qwen3Moe(_Mixture, kw_only=True):
     attention_bias: bool = False
 
 
+class _Mellum(Windowed, kw_only=True):
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=4)
+    head_dim: Positive | None = 128
+    window: Count | None = msgspec.field(name="sliding_window", default=1024)
+    attention_bias: bool = False
+    experts: Positive | None = msgspec.field(name="num_experts", default=None)
+    local_experts: Positive | None = msgspec.field(name="num_local_experts", default=None)  # its other name
+    active: Positive = msgspec.field(name="num_experts_per_tok", default=8)
+    expert_hidden: Positive = msgspec.field(name="moe_intermediate_size", default=896)
+    normalized: bool = msgspec.field(name="norm_topk_prob", default=True)
+    kinds: list[str] | None = msgspec.field(name="mlp_layer_types", default=None)
+
+
 def _qwen2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Qwen2, names)
     return decoder_config(found, qkv_bias=True, **_last_layers(found))
@@ -113,6 +127,36 @@ def _qwen3_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     if found.use_window:
         window = found.window or 0
     return decoder_config(found, qk_norm="head", qkv_bias=bias, o_bias=bias, window=window, experts=_experts(found, names))
+
+
+def _mellum(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    """Mellum 2: Qwen3's experts, and a sliding window in some layers. Layers for multi-token prediction are named mtp.*"""
+    found = read_config(obj, _Mellum, names, _MULTI_TOKEN)
+    kinds = found.kinds or ["sparse"] * found.layers
+    for kind in kinds:
+        refuse_unless(kind, ("dense", "sparse"), "mlp_layer_types")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+    experts = None
+    if layers:
+        count = found.experts or found.local_experts or 64
+        settings = {"normalized": found.normalized, "layers": layers if len(layers) < found.layers else ()}
+        experts = Experts(count, found.active, found.expert_hidden, layout=expert_layout(names), **settings)
+    return decoder_config(
+        found,
+        qk_norm="head",
+        qkv_bias=found.attention_bias,
+        o_bias=found.attention_bias,
+        experts=experts,
+        **rope_by_kind(found, theta=500_000.0, window_theta=10_000.0),
+        **window_fields(found.layer_types or ["full_attention"] * found.layers, found.window),
+    )
+
+
+_MULTI_TOKEN = (
+    *("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+    "max_window_layers",
+)
+"""Keys of layers that are not run, and one that transformers does not read."""
 
 
 def _qwen3_5(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -238,6 +282,7 @@ FAMILIES = (
     Family("qwen3", "Qwen3", _qwen3, gguf="qwen3"),
     Family("qwen2_moe", "Qwen2-MoE", _qwen2_moe, hf_table(_EXPERTS), gguf="qwen2moe"),
     Family("qwen3_moe", "Qwen3-MoE", _qwen3_moe, hf_table(_EXPERTS), gguf="qwen3moe"),
+    Family("mellum", "Mellum 2", _mellum, dataclasses.replace(hf_table(_EXPERTS), others=r"mtp\..*")),
     Family("qwen3_next", "Qwen3-Next", _qwen3_next, _HYBRID_TABLE, gguf="qwen3next", gguf_table=_HYBRID_GGUF),
     Family("qwen3_5_text", "Qwen3.5", _qwen3_5, _HYBRID_TABLE, gguf="qwen35", gguf_table=_HYBRID_GGUF),
     Family("qwen3_5_moe_text", "Qwen3.5-MoE", _qwen3_5_moe, _HYBRID_TABLE, gguf="qwen35moe", gguf_table=_HYBRID_GGUF),
