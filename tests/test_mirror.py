@@ -166,7 +166,7 @@ SUITES = (
             "models/families": "experts rope",
             "models/families/dense": "apertus bitnet ernie exaone gemma hyperclovax llama olmo phi seed smollm",
             "models/families/layer_norm": "cohere gpt jais nemotron stablelm starcoder",
-            "models/families/mixtures": "deepseek glm gpt_oss hunyuan llama4",
+            "models/families/mixtures": "afmoe deepseek glm gpt_oss hunyuan llama4",
             "models/families/hybrids": "granite lfm2 nemotron_h qwen",
         },
     ),

@@ -86,6 +86,7 @@ def test_json_has_a_closed_schema():
         ({"window": -1}, "window is -1, must be a positive number, or 0 for none"),
         ({"window_layers": (0,)}, "window_layers is given, but window is 0"),
         ({"nope_layers": (3,)}, r"nope_layers is \(3,\), must be layers from 0 to 2"),
+        ({"separate_gate": True}, "separate_gate is true, but attention_gate is not"),
         ({"window_is_chunk": True}, "window_is_chunk is true, but window is 0"),
         ({"temperature_nope": True}, "temperature_nope is true, but temperature_scale is 0"),
         ({"rotary_dim": 10}, "rotary_dim is 10, must be even and no larger than the head"),

@@ -461,6 +461,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-3,
         },
     ),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        {
+            **SIZES,
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "num_shared_experts": 1,
+            "route_scale": 2.0,
+            "sliding_window": 6,
+            "mup_enabled": True,
+        },
+    ),
     "apertus": ("ApertusForCausalLM", {**SIZES, "attention_bias": True}),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1ForCausalLM",

@@ -200,6 +200,8 @@ CHUNKS = dataclasses.replace(
     layers=4,
     rope="interleaved",
     nope_layers=(3,),
+    attention_gate=True,
+    separate_gate=True,
     window=5,
     window_layers=(0, 1, 2),
     window_is_chunk=True,
@@ -220,7 +222,7 @@ CHUNKS = dataclasses.replace(
         layout="joined_in_out",
     ),
 )
-"""As Llama 4 has it."""
+"""As Llama 4 has it, with the gate of Trinity."""
 SUB_NORMS = dataclasses.replace(SMALL, sub_norms=True, activation="relu2", norm_eps=0.01)
 
 
@@ -335,8 +337,8 @@ def _attention(
         keys_values[kind] = {"k": flat["k"], "v": flat.get("v", flat["k"]), "norm": layer.get("attn/k_norm", np.ones(0))}
     flat |= keys_values[kind]
     layer = layer | {"attn/k_norm": flat["norm"]}
-    gate = np.zeros(0)
-    if c.attention_gate:
+    gate = y @ layer["attn/gate"].T if c.separate_gate else np.zeros(0)
+    if c.attention_gate and not c.separate_gate:
         flat["q"], gate = (x.reshape(len(y), -1) for x in np.split(flat["q"].reshape(len(y), c.heads, -1), 2, axis=2))
     if c.qk_norm == "projection":
         flat |= {name: _normed(flat[name], layer[f"attn/{name}_norm"], c) for name in ("q", "k")}

@@ -126,6 +126,7 @@ class DecoderConfig:
         short_conv: gated short convolutions in place of attention (LFM2); None: there are none.
         attention_gate: whether the output of attention is multiplied by the sigmoid of a gate, whose rows are in q after those
             of each head (Qwen3.5); not in linear attention, which has its own.
+        separate_gate: whether the rows of that gate are a leaf of their own, `gate` (Trinity).
         extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
         rotated_inputs: the products whose inputs are rotated ("down" of experts, too).
         rotated_outputs: whether the outputs of attention and of the feed-forward block are rotated, after their norms: where the
@@ -200,6 +201,7 @@ class DecoderConfig:
     mamba: Mamba2 | None = None
     short_conv: ShortConvolution | None = None
     attention_gate: bool = False
+    separate_gate: bool = False
     extra_layers: int = 0
     rotated_inputs: tuple[ChangedInput, ...] = ()
     rotated_outputs: bool = False
@@ -226,6 +228,7 @@ class DecoderConfig:
             "value_norm",
             "layer_scale",
             "attention_gate",
+            "separate_gate",
             "rotated_outputs",
             "norm_bias",
             "gated",
@@ -271,6 +274,8 @@ class DecoderConfig:
         for name, needed in (("window_is_chunk", "window"), ("temperature_nope", "temperature_scale")):
             if getattr(self, name) and not getattr(self, needed):
                 raise QuantError(f"{name} is true, but {needed} is 0")
+        if self.separate_gate and not self.attention_gate:
+            raise QuantError("separate_gate is true, but attention_gate is not")
         if self.full is not None:
             self._check_full(self.full)
         if self.shared_keys is not None:
@@ -378,7 +383,7 @@ class DecoderConfig:
     @property
     def query_width(self) -> int:
         """The rows of the projection of queries, with those of their gates."""
-        return self.heads * self.head_dim * (2 if self.attention_gate else 1)
+        return self.heads * self.head_dim * (2 if self.attention_gate and not self.separate_gate else 1)
 
     @property
     def value_dim(self) -> int:

@@ -30,7 +30,7 @@ from .config import DecoderConfig
 from .names import contraction_axis, shapes
 
 _AFTER_NORM = {
-    "attn": ("q", "k", "v", "q+k+v", "q_a", "kv_a", "qkv", "z", "beta", "alpha", "qkvz", "ba", "in"),
+    "attn": ("q", "k", "v", "q+k+v", "gate", "q_a", "kv_a", "qkv", "z", "beta", "alpha", "qkvz", "ba", "in"),
     "mlp": ("gate", "up", "gate+up", "router", "shared_expert_gate", "latent_in"),
 }
 _IN_BLOCK = ("gate", "up", "gate+up")

@@ -32,7 +32,9 @@ def queries_keys_values(
     flat = _projected_by_head(y, attn, config) if config.fused_by_head else _projected(y, attn, config)
     B, T, _ = y.shape
     gate = None
-    if config.attention_gate:
+    if config.separate_gate:
+        gate = linear(y, attn["gate"])
+    elif config.attention_gate:
         q, gate = jnp.split(flat[0].reshape(B, T, config.heads, -1), 2, axis=-1)
         flat[0], gate = q.reshape(B, T, -1), gate.reshape(B, T, -1)
     q, k = (

@@ -159,6 +159,8 @@ def _softmax_shapes(config: DecoderConfig, layer: int) -> Shapes:
     if config.qk_norm not in ("none", "without_gain"):
         heads = {"q": config.heads, "k": config.kv_heads} if has_keys else {"q": config.heads}
         yield from ((f"attn/{name}_norm", (n * h if config.qk_norm == "projection" else h,)) for name, n in heads.items())
+    if config.separate_gate:
+        yield "attn/gate", (config.heads * h, D)
     if config.sinks:
         yield "attn/sinks", (config.heads,)
     if config.sub_norms:

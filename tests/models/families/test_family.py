@@ -375,6 +375,15 @@ def test_mellum_has_experts_in_the_layers_that_say_so():
         config_from_hf({**form, "mlp_layer_types": ["moe"] * 3})
 
 
+def test_trinity_rotates_where_it_has_a_window():
+    form = {**CASES["afmoe"][1], "model_type": "afmoe", "score_func": "sigmoid", "route_norm": True, "num_expert_groups": 1}
+    config = config_from_hf(form)
+    assert (config.nope_layers, config.window_layers, config.embed_scale) == ((3,), (0, 1, 2), 32**0.5)
+    assert shapes(config)["layers/0/attn/gate"] == (64, 32)
+    with pytest.raises(UnsupportedError, match="score_func = 'softmax'; supported is None or 'sigmoid'"):
+        config_from_hf({**form, "score_func": "softmax"})
+
+
 LLAMA_4_SCOUT = {
     "model_type": "llama4_text",
     "attention_bias": False,

@@ -187,7 +187,7 @@ def refuse_time_step_limit(given: object) -> None:
     refuse_unless(given, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")
 
 
-def _mamba(found: "_Granite4 | _Bamba", kinds: list[str]) -> Mamba2 | None:
+def _mamba(found: _Granite4 | _Bamba, kinds: list[str]) -> Mamba2 | None:
     """The state space layers."""
     layers = layers_with_state(kinds, found.layers, GRANITE_4)
     if not layers:
