@@ -69,7 +69,7 @@ def main() -> int:
     source = with_scaled_inputs(model, tuple(options.keep_scales.split(","))) if options.keep_scales else model
     facts = {"model": options.model, "tokens": options.tokens, "windows": options.windows}
     with tempfile.TemporaryDirectory() as folder:
-        base = evaluated(model, options.tokens, pathlib.Path(folder))
+        base = with_stored_logits(evaluated(model, options.tokens), pathlib.Path(folder))
         for scheme in options.schemes.split(","):
             for name in options.methods.split(","):
                 if "gptq_mse" in name and scheme in SEARCHED:
@@ -105,9 +105,13 @@ def measured(model: Model, base: Baseline, scheme: str, name: str, windows: int)
     return row | {"text": text}
 
 
-def evaluated(model: Model, tokens: int, folder: pathlib.Path) -> Baseline:
-    """The float model on so many tokens of the default text, with its logits in files of a folder."""
-    base = baseline(model, evaluation_windows(model, find_text(default_text_name()).content, tokens=tokens))
+def evaluated(model: Model, tokens: int) -> Baseline:
+    """The float model on so many tokens of the default text."""
+    return baseline(model, evaluation_windows(model, find_text(default_text_name()).content, tokens=tokens))
+
+
+def with_stored_logits(base: Baseline, folder: pathlib.Path) -> Baseline:
+    """The same with its logits in files of a folder, so that the float model runs once."""
 
     def logits(tokens: jax.Array) -> jax.Array:
         file = folder / f"{hashlib.sha256(np.asarray(tokens).tobytes()).hexdigest()}.npy"

@@ -167,7 +167,7 @@ SUITES = (
             "models/families/dense": "apertus bitnet ernie exaone gemma hyperclovax llama olmo phi seed smollm",
             "models/families/layer_norm": "cohere gpt jais nemotron stablelm starcoder",
             "models/families/mixtures": "afmoe deepseek glm gpt_oss hunyuan llama4",
-            "models/families/hybrids": "granite lfm2 nemotron_h qwen",
+            "models/families/hybrids": "bamba granite lfm2 nemotron_h qwen",
         },
     ),
     Suite("models/families/gguf/test_config.py", "metadata of every architecture", {"models/families/gguf": "metadata"}),

@@ -76,7 +76,7 @@ class LayerRotations:
         self.tables = [_placed(config, index, start, tokens, max_length, count) for index in used]
         self.gains = _query_gains(config, start, tokens)
         self.is_rotary = [layer not in config.nope_layers for layer in range(config.layers)]
-        self.spares_rotary = config.temperature_nope
+        self.temperature_nope = config.temperature_nope
 
     def of_layer(self, layer: Int[Array, ""] | int) -> Rotation:
         """The rotary embedding of a layer, which `lax.scan` traces."""
@@ -100,7 +100,7 @@ class LayerRotations:
         return jnp.asarray(self.is_rotary)[layer]
 
     def _gains_of(self, is_rotary: Array | bool) -> Array | None:
-        if self.gains is None or not self.spares_rotary:
+        if self.gains is None or not self.temperature_nope:
             return self.gains
         if isinstance(is_rotary, bool):
             return None if is_rotary else self.gains

@@ -11,14 +11,14 @@ from ...errors import UnsupportedError
 from ..config import DecoderConfig
 from .dense import apertus, bitnet, ernie, exaone, gemma, hyperclovax, llama, olmo, phi, seed, smollm
 from .family import Family
-from .hybrids import granite, lfm2, nemotron_h, qwen
+from .hybrids import bamba, granite, lfm2, nemotron_h, qwen
 from .layer_norm import cohere, gpt, jais, nemotron, stablelm, starcoder
 from .mixtures import afmoe, deepseek, glm, gpt_oss, hunyuan, llama4
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for module in (
-        *(llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss, deepseek, glm, seed, exaone, ernie, bitnet, lfm2),
+        *(llama, qwen, gemma, phi, olmo, smollm, granite, bamba, gpt_oss, deepseek, glm, seed, exaone, ernie, bitnet, lfm2),
         *(apertus, nemotron_h, hunyuan, llama4, hyperclovax, afmoe, starcoder, stablelm, nemotron, jais, cohere, gpt),
     )
     for family in module.FAMILIES

@@ -283,13 +283,13 @@ def _smollm3(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
 
 def _llama4(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
     """Llama 4. Files do not say what llama.cpp has built in: chunks, gains of queries, and norms unless there are 128 experts."""
-    refuse_unless(found.window, (None,), "llama4.attention.sliding_window", WHERE)
-    full = tuple(range(3, found.layers, 4))
+    window, full = 8192, tuple(range(3, found.layers, 4))
+    refuse_unless(found.window, (None, window), "llama4.attention.sliding_window", WHERE)
     return {
         "rope": "interleaved",
         "nope_layers": full,
         "qk_norm": "none" if found.experts == 128 else "without_gain",
-        "window": 8192,
+        "window": window,
         "window_is_chunk": True,
         "window_layers": tuple(i for i in range(found.layers) if i not in full) if full else (),
         "temperature_scale": 0.1,

@@ -1,8 +1,8 @@
-"""Granite: multipliers of embeddings, attention, residuals and logits; Bamba."""
+"""Granite: multipliers of embeddings, attention, residuals and logits."""
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -50,23 +50,6 @@ class _GraniteWindows(_Granite, kw_only=True):
     thetas: list[float] | None = msgspec.field(name="layer_rope_theta", default=None)
 
 
-class _Bamba(Common, kw_only=True):
-    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=8)
-    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    attention_layers: list[Count] | None = msgspec.field(name="attn_layer_indices", default=None)
-    mamba_heads: Positive = msgspec.field(name="mamba_n_heads", default=128)
-    mamba_groups: Positive = msgspec.field(name="mamba_n_groups", default=1)
-    mamba_state: Positive = msgspec.field(name="mamba_d_state", default=256)
-    mamba_head_dim: Positive | str | None = msgspec.field(name="mamba_d_head", default=None)
-    mamba_kernel: Positive = msgspec.field(name="mamba_d_conv", default=4)
-    mamba_expand: Positive = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-    time_step_limit: list[float | str | dict[str, str]] | None = None
-
-
 class _Granite4(_Granite, kw_only=True):
     hidden: Positive = msgspec.field(name="shared_intermediate_size", default=1024)
     experts_hidden: Positive = msgspec.field(name="intermediate_size", default=11008)
@@ -108,7 +91,7 @@ def _granite_moe_shared(obj: Mapping[str, Any], names: Collection[str]) -> Decod
 
 def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Granite 4, with state space layers of Mamba-2 or without, and with experts or without."""
-    found = read_config({key: obj[key] for key in obj if key not in _OF_TRAINING}, _Granite4, names)
+    found = read_config({key: obj[key] for key in obj if key not in OF_TRAINING}, _Granite4, names)
     refuse_unless(found.normalization, ("rmsnorm",), "normalization_function")
     nope = () if found.positions == "rope" else tuple(range(found.layers))
     experts = None
@@ -121,7 +104,7 @@ def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
         found,
         fused_mlp=True,
         nope_layers=nope,
-        mamba=_mamba(found, found.kinds or ["mamba"] * found.layers),
+        mamba=state_spaces(found, layers_with_state(found.kinds or ["mamba"] * found.layers, found.layers, GRANITE_4)),
         experts=experts,
         **_shared_fields(found),
     )
@@ -156,26 +139,7 @@ def _granite_windows(obj: Mapping[str, Any], names: Collection[str]) -> DecoderC
     return decoder_config(found, nope_layers=nope, **fields)
 
 
-def _bamba(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
-    """Bamba: state spaces of Mamba-2 in most layers; a half of each head rotates in the others."""
-    found = read_config({key: obj[key] for key in obj if key not in _OF_TRAINING}, _Bamba, names, _BAMBA_UNREAD)
-    kinds = ["attention" if i in (found.attention_layers or ()) else "mamba" for i in range(found.layers)]
-    found.partial_rotary = 0.5
-    return decoder_config(
-        found,
-        rotates_part=True,
-        qkv_bias=found.attention_bias,
-        o_bias=found.attention_bias,
-        mlp_bias=found.mlp_bias,
-        mamba=_mamba(found, kinds),
-    )
-
-
-_BAMBA_UNREAD = ("num_logits_to_keep", "z_loss_coefficient", "mamba_chunk_size", "layers_block_type", "layer_types")
-"""Keys that do not change what is computed."""
-
-
-_OF_TRAINING = ("time_step_min", "time_step_max", "time_step_floor")
+OF_TRAINING = ("time_step_min", "time_step_max", "time_step_floor")
 """Keys of which only the initial values of parameters depend."""
 
 _INFINITIES = (math.inf, "Infinity", "inf", {"__float__": "Infinity"})
@@ -187,9 +151,33 @@ def refuse_time_step_limit(given: object) -> None:
     refuse_unless(given, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")
 
 
-def _mamba(found: _Granite4 | _Bamba, kinds: list[str]) -> Mamba2 | None:
-    """The state space layers."""
-    layers = layers_with_state(kinds, found.layers, GRANITE_4)
+class StateSpaces(Protocol):
+    """What config.json says of state spaces; other fields are those of `Common`."""
+
+    layers: int
+    width: int
+    mamba_heads: int
+    mamba_groups: int
+    mamba_state: int
+    mamba_head_dim: int | str | None
+    mamba_kernel: int
+    mamba_expand: int
+    mamba_conv_bias: bool
+    mamba_proj_bias: bool
+    time_step_limit: list[Any] | None
+
+
+def state_spaces(found: StateSpaces, layers: tuple[int, ...]) -> Mamba2 | None:
+    """The state spaces of some layers; None if there are none.
+
+    Args:
+        found: the fields of config.json.
+        layers: the layers.
+
+    Raises:
+        UnsupportedError: where time steps are limited, or a width is another word than "auto".
+        QuantError: for heads of another width than `mamba_expand` gives.
+    """
     if not layers:
         return None
     refuse_time_step_limit(found.time_step_limit)
@@ -233,7 +221,7 @@ _EXPERTS = {
 }
 
 _MLP = {"mlp/gate+up": "shared_mlp.input_linear.weight", "mlp/down": "shared_mlp.output_linear.weight"}
-_MAMBA = {
+STATES = {
     "attn/in": "mamba.in_proj.weight",
     "attn/in_bias": "mamba.in_proj.bias",
     "attn/conv1d": "mamba.conv1d.weight",
@@ -243,8 +231,9 @@ _MAMBA = {
     "attn/out": "mamba.out_proj.weight",
     "attn/out_bias": "mamba.out_proj.bias",
 }
+"""The names of state spaces."""
 _SHARED = {path.replace("mlp/", "mlp/shared/"): name for path, name in _MLP.items()}
-_GRANITE_4_MOE = hf_table({**_EXPERTS, **_MAMBA, **_SHARED})
+_GRANITE_4_MOE = hf_table({**_EXPERTS, **STATES, **_SHARED})
 
 STATES_GGUF = {
     **{f"attn/{name}": f"ssm_{name}.weight" for name in ("in", "conv1d", "out")},
@@ -256,16 +245,6 @@ STATES_GGUF = {
 }
 """The names of state spaces in GGUF files."""
 _GGUF = gguf_table(STATES_GGUF)
-
-_BAMBA = hf_table(
-    {
-        **_MAMBA,
-        "mlp/norm": "pre_ff_layernorm.weight",
-        **{f"mlp/{name}": f"feed_forward.{name}_proj.weight" for name in ("gate", "up", "down")},
-        **{f"mlp/{name}_bias": f"feed_forward.{name}_proj.bias" for name in ("gate", "up", "down")},
-    },
-    {"norm": "model.final_layernorm.weight"},
-)
 
 FAMILIES = (
     Family("granite", "Granite", _granite, gguf="granite", permutes=True),
@@ -279,12 +258,11 @@ FAMILIES = (
         permutes=True,
     ),
     Family("granite_swa", "Granite with windows", _granite_windows, hf_table({"attn/sinks": "self_attn.sinks"})),
-    Family("bamba", "Bamba", _bamba, _BAMBA),
     Family(
         "granitemoehybrid",
         "Granite 4",
         _granite4,
-        hf_table({**_MLP, **_MAMBA}),
+        hf_table({**_MLP, **STATES}),
         gguf="granitehybrid",
         gguf_table=_GGUF,
         permutes=True,
