@@ -19,6 +19,7 @@ from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
 from .convert.provenance import file_hashes, method_facts, outcome, provenance, stored_config, value_sha256, versions
+from .convert.separate_experts import with_separate_rows
 from .convert.targets import Job, check_path, check_target, fused_modules, prepared, representable, write_tensors
 from .methods.calibrated import calibrated_scales, calibrated_weights
 from .methods.calibration_data import CalibrationData
@@ -78,6 +79,7 @@ def quantize(
     """
     check_storable(plan)
     model = prepared(to, model)
+    plan = with_separate_rows(plan, model)
     check_target(to, model, plan)
     check_path(to, Path(out), model, overwrite=overwrite)
     learning = [one for one in (scaling, method) if one is not None and one.collect]

@@ -97,7 +97,7 @@ def plan(
         made = with_bits(source, made, bits, candidates, chosen, calibration_text, seed or 0, to, save, measure)
     check_target(to, source, made)
     if has_experts and chosen.calibration is not None:
-        made = with_counted_experts(opened, made, chosen)
+        made = with_counted_experts(source, made, chosen)
     if strict and (message := unknown_roles(made)) is not None:
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(FOUND)

@@ -33,6 +33,7 @@ from ...recipe.rows import PlanRow
 from ..model import Model, Value, decoded, is_kept
 from .gguf import why_not_model, why_not_scaled, why_not_weight, write_unfinished
 from .hugging_face import as_hugging_face
+from .separate_experts import with_separate_experts, with_separate_rows
 
 Values = Iterable[tuple[str, Value]]
 """The parameters of a model by path, one at a time."""
@@ -223,7 +224,8 @@ def _check_gguf(model: Model, plan: Plan) -> None:
 def prepared(to: str, model: Model) -> Model:
     """The model as a target names its tensors. For the containers it is named as a Hugging Face checkpoint.
 
-    Embeddings that are quantized in the source, and that a container cannot store quantized, are dequantized.
+    Embeddings that are quantized in the source, and that a container cannot store quantized, are dequantized. Stacks of experts that
+    readers of containers take apart are a matrix for each.
 
     Args:
         to: the name of a target.
@@ -240,7 +242,7 @@ def prepared(to: str, model: Model) -> Model:
     model = as_hugging_face(model)
     if to not in (one.name for one in CONTAINERS):
         return model
-    return _with_float_embeddings(container(to), model)
+    return _with_float_embeddings(container(to), with_separate_experts(model))
 
 
 def _with_float_embeddings(target: AbstractContainer, model: Model) -> Model:
@@ -279,7 +281,9 @@ def representable(to: str, value: Value) -> Value:
 
 
 def fitted(to: str, model: Model, plan: Plan) -> Plan:
-    """The plan with embeddings in float that the target cannot store quantized. Their reason and bytes say so.
+    """The plan for a target: embeddings in float that it cannot store quantized, and a row for each expert that it takes apart.
+
+    The reason and the bytes of such embeddings say so.
 
     Args:
         to: the name of a target.
@@ -288,6 +292,7 @@ def fitted(to: str, model: Model, plan: Plan) -> Plan:
     """
     if to not in (one.name for one in CONTAINERS):
         return plan
+    plan = with_separate_rows(plan, model)
     weights = {weight.name: weight for weight in planned_weights(model, plan)[0]}
     rows = []
     for row in plan:
