@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -151,6 +151,7 @@ def refuse_time_step_limit(given: object) -> None:
     refuse_unless(given, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")
 
 
+@runtime_checkable
 class StateSpaces(Protocol):
     """What config.json says of state spaces; other fields are those of `Common`."""
 
