@@ -142,6 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "iquest-coder": ("iquestcoder", {"head_dim": 16}),
+    "jais2": ("jais2", {"hidden_act": "relu2"}),
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", {}),

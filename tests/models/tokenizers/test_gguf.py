@@ -274,6 +274,7 @@ KINDS = {
     "lfm2_moe": [("gpt2", "lfm2")],
     "arcee": [("gpt2", "llama-bpe")],
     "phi": [("gpt2", "phi-2"), ("gpt2", "gpt-2")],
+    "jais2": [("gpt2", "jais-2")],
     "starcoder2": [("gpt2", "starcoder")],
     "stablelm": [("gpt2", "stablelm2"), ("gpt2", "olmo")],
     "nemotron": [("llama", "default")],

@@ -322,6 +322,12 @@ ARCHITECTURES = {
         defaults={"norm_eps": 1e-5, "partial_rotary_factor": 0.5, "hidden_act": "relu2"},
         assumed={**_UNTIED, "hidden_act": ("relu2",)},
     ),
+    "jais2": Architecture(
+        "jais2",
+        has_layer_norms=True,
+        defaults={"layer_norm_eps": 1e-5, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+        assumed={"hidden_act": ("relu2",), "attention_bias": (True,), "mlp_bias": (True,)},
+    ),
     "phi": Architecture(
         "phi2",
         has_layer_norms=True,

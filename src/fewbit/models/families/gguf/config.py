@@ -322,7 +322,7 @@ def _cohere2(found: GGUFMetadata, names: Tensors) -> dict[str, Any]:
 def _layer_norms(
     found: GGUFMetadata, names: Tensors, *, activation: str = "silu", gated: bool = False, **others: Any
 ) -> dict[str, Any]:
-    """StarCoder2, StableLM, Nemotron, Phi-2 and GPT-NeoX. Attention and the feed-forward block share a norm where there is one."""
+    """StarCoder2, StableLM, Nemotron, Jais 2, Phi-2 and GPT-NeoX. Attention and the feed-forward block share a norm where there is one."""
     parallel = "none" if "blk.0.ffn_norm.weight" in names else "one_norm"
     return {"norm_kind": "layer", "parallel": parallel, "activation": activation, "gated": gated, **others}
 
@@ -658,6 +658,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFMetadata, Tensors], dict[str, Any]]] = {
     "cohere2": _cohere2,
     "starcoder2": functools.partial(_layer_norms, activation="gelu_tanh"),
     "stablelm": functools.partial(_layer_norms, gated=True),
+    "jais2": functools.partial(_layer_norms, activation="relu2"),
     "nemotron": functools.partial(_layer_norms, activation="relu2"),
     "phi2": functools.partial(_layer_norms, activation="gelu_tanh"),
     "gpt2": _gpt2,

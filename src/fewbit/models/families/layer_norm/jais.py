@@ -22,4 +22,4 @@ def _jais2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     return decoder_config(found, norm_kind="layer", norm_bias=True, gated=False, **biases)
 
 
-FAMILIES = (Family("jais2", "Jais 2", _jais2),)
+FAMILIES = (Family("jais2", "Jais 2", _jais2, gguf="jais2"),)
