@@ -111,7 +111,7 @@ def evaluated(model: Model, tokens: int) -> Baseline:
 
 
 def with_stored_logits(base: Baseline, folder: pathlib.Path) -> Baseline:
-    """The same with its logits in files of a folder, so that the float model runs once."""
+    """The same with its logits in files of a folder, so that the float model does not run for each row."""
 
     def logits(tokens: jax.Array) -> jax.Array:
         file = folder / f"{hashlib.sha256(np.asarray(tokens).tobytes()).hexdigest()}.npy"

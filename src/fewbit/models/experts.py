@@ -78,20 +78,17 @@ def mixture(
 def _routed(y: Array, mlp: Params, experts: Experts) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """The weights and numbers of each token's active experts."""
     logits = plus_bias(linear(y, mlp["router"], dtype=jnp.float32), mlp, "router")
-    if experts.has_correction:
-        scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        corrected = scores + mlp["router_correction_bias"].astype(jnp.float32).reshape(1, 1, -1)
-        _, chosen = lax.top_k(_of_best_groups(corrected, experts, summed=2), experts.active)
+    if experts.scores != "softmax":
+        scores = jax.nn.softmax(logits, axis=-1) if experts.scores == "corrected_softmax" else jax.nn.sigmoid(logits)
+        choice, summed = logits, 1  # not the scores, of which several may be 1
+        if experts.has_correction:
+            choice, summed = scores + mlp["router_correction_bias"].astype(jnp.float32).reshape(1, 1, -1), 2
+        _, chosen = lax.top_k(_of_best_groups(choice, experts, summed), experts.active)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if experts.normalized:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + experts.sum_eps)
         return weights * experts.scale, chosen
     largest, chosen = lax.top_k(_of_best_groups(logits, experts, summed=1), experts.active)
-    if experts.scores == "plain_sigmoid":
-        weights = jax.nn.sigmoid(largest)
-        if experts.normalized:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return weights * experts.scale, chosen
     if experts.normalized:
         return jax.nn.softmax(largest, axis=-1) * experts.scale, chosen
     return jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)) * experts.scale, chosen

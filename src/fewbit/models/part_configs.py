@@ -35,7 +35,7 @@ class Experts:
         active_groups: the groups that a token's experts are chosen from, those with the largest score, or with a correction
             the largest sum of two scores.
         scale: multiplies the weights.
-        sum_eps: with a correction, added to the sum that they are divided by.
+        sum_eps: with other scores than "softmax", added to the sum that they are divided by.
         shared_hidden: width of an expert that every token passes; 0: none.
         shared_gate: whether a sigmoid gate scales the shared expert.
         latent: width of what the experts read and write, projected from the residual stream and back (Nemotron 3); 0: the stream's.

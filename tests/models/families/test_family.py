@@ -362,8 +362,16 @@ def test_bases_of_rotary_embedding_of_granite_with_windows():
     assert (silent.rope_theta, silent.window_layers) == (10_000.0, (1, 2))
     with pytest.raises(UnsupportedError, match=r"layer_rope_theta = \[100\.0, 1000\.0, 50\.0\]; one base is supported"):
         config_from_hf({**form, "layer_rope_theta": [100.0, 1000.0, 50.0]})
+    with pytest.raises(QuantError, match="has 2 layer_rope_theta and 3 layer_types of 3 layers"):
+        config_from_hf({**form, "layer_rope_theta": [100.0, 1000.0]})
     with pytest.raises(UnsupportedError, match="several layer_rope_theta has rope_type = 'linear'"):
         config_from_hf({**form, "rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+
+
+def test_hyperclova_x_may_have_no_output_norms_and_the_usual_scale():
+    form = {**CASES["hyperclovax"][1], "model_type": "hyperclovax", "use_post_norm": False, "attention_multiplier": None}
+    config = config_from_hf(form)
+    assert (config.norms, config.attention_scale, config.logit_scale) == ("pre", 0.0, 0.5)
 
 
 def test_mellum_has_experts_in_the_layers_that_say_so():

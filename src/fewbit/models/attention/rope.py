@@ -37,8 +37,8 @@ class Rotation(NamedTuple):
 
     cos: Any
     sin: Any
-    is_rotary: Any = True
-    gains: Any = None
+    is_rotary: Any
+    gains: Any
 
     def tempered(self, q: Float[Array, "B H T h"]) -> Float[Array, "B H T h"]:
         """The queries, multiplied by the gain of their position."""

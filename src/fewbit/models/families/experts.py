@@ -59,6 +59,27 @@ class Routed(Common, kw_only=True):
     dense: Count = msgspec.field(name="first_k_dense_replace", default=0)
 
 
+def sparse_layers(kinds: Sequence[str], count: int) -> tuple[int, ...] | None:
+    """The layers with experts, as `Experts.layers`; None: no layer has them.
+
+    Args:
+        kinds: "dense" or "sparse" for each layer (`mlp_layer_types`).
+        count: the number of layers.
+
+    Raises:
+        UnsupportedError: for another kind of layer.
+        QuantError: for another number of kinds than layers.
+    """
+    for kind in kinds:
+        refuse_unless(kind, ("dense", "sparse"), "mlp_layer_types")
+    if len(kinds) != count:
+        raise QuantError(f"config.json has {len(kinds)} mlp_layer_types and num_hidden_layers {count}")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+    if not layers:
+        return None
+    return layers if len(layers) < count else ()
+
+
 def routed_experts(
     found: Routed, names: Collection[str], kinds: Sequence[str] | None = None, **settings: Any
 ) -> Experts | None:
@@ -76,15 +97,9 @@ def routed_experts(
     """
     if kinds is None:
         kinds = ["dense" if i < found.dense else "sparse" for i in range(found.layers)]
-    for kind in kinds:
-        refuse_unless(kind, ("dense", "sparse"), "mlp_layer_types")
-    if len(kinds) != found.layers:
-        raise QuantError(f"config.json has {len(kinds)} mlp_layer_types and num_hidden_layers {found.layers}")
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
-    if not layers:
+    layers = sparse_layers(kinds, found.layers)
+    if layers is None:
         return None
-    if len(layers) == found.layers:
-        layers = ()
     return Experts(
         found.experts,
         found.active,

@@ -314,9 +314,12 @@ _ACTIVATIONS = {
 }
 
 
-def every_nth_full(layers: int, n: int) -> list[str]:
-    """The `layer_types` of a decoder whose every n-th layer attends to all positions, and the others in a window."""
-    return ["sliding_attention" if (i + 1) % n else "full_attention" for i in range(layers)]
+def every_nth_full(layers: int, n: int, *, from_first: bool = False) -> list[str]:
+    """The `layer_types` of a decoder whose every n-th layer attends to all positions, and the others in a window.
+
+    `from_first` counts from the first layer, which is then among them.
+    """
+    return ["sliding_attention" if (i + (not from_first)) % n else "full_attention" for i in range(layers)]
 
 
 def window_fields(layer_types: Sequence[str], window: int | None) -> dict[str, Any]:

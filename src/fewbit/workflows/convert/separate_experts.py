@@ -1,4 +1,4 @@
-"""Stacks of experts as a matrix for each expert, which containers of modules' weights take."""
+"""Splits stacks of experts into matrices, for containers that store weights of modules."""
 
 import dataclasses
 import functools
@@ -7,7 +7,6 @@ import re
 import numpy as np
 
 from ...io.checkpoint import TensorInfo
-from ...models.config import DecoderConfig
 from ...recipe.plan import Plan
 from ...recipe.rows import PlanRow
 from ..model import Model, Value
@@ -55,7 +54,8 @@ def with_separate_experts(model: Model) -> Model:
         halves = np.split(np.asarray(stack(f"{at}/gate+up"))[expert], 2, axis=-1)
         return halves[part == "up"].T
 
-    return dataclasses.replace(model, config=_separate(config), info=info, names=names, load=load)
+    experts = dataclasses.replace(config.experts, layout="separate")
+    return dataclasses.replace(model, config=dataclasses.replace(config, experts=experts), info=info, names=names, load=load)
 
 
 def with_separate_rows(plan: Plan, model: Model) -> Plan:
@@ -71,9 +71,9 @@ def with_separate_rows(plan: Plan, model: Model) -> Plan:
             matrices.setdefault(f"{found[1]}/{'down' if found[3] == 'down' else 'gate+up'}", []).append(path)
 
     def separate(row: PlanRow) -> list[PlanRow]:
-        if row.path in model.info:
+        own = matrices.get(row.path)
+        if own is None or row.path in model.info:
             return [row]
-        own = matrices.get(row.path, [])
         return [
             dataclasses.replace(
                 row,
@@ -88,15 +88,9 @@ def with_separate_rows(plan: Plan, model: Model) -> Plan:
             for path in own
         ]
 
-    if all(row.path in model.info for row in plan):
+    if not matrices:
         return plan
     return dataclasses.replace(plan, rows=tuple(part for row in plan for part in separate(row)))
-
-
-def _separate(config: DecoderConfig) -> DecoderConfig:
-    """The configuration of separate experts."""
-    assert config.experts is not None
-    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, layout="separate"))
 
 
 def _of_matrix(stack: TensorInfo, part: str) -> TensorInfo:

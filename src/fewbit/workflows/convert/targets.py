@@ -224,8 +224,8 @@ def _check_gguf(model: Model, plan: Plan) -> None:
 def prepared(to: str, model: Model) -> Model:
     """The model as a target names its tensors. For the containers it is named as a Hugging Face checkpoint.
 
-    Embeddings that are quantized in the source, and that a container cannot store quantized, are dequantized. Stacks of experts that
-    readers of containers take apart are a matrix for each.
+    Embeddings that are quantized in the source, and that a container cannot store quantized, are dequantized. Stacks of experts are
+    split into matrices, see `with_separate_experts`.
 
     Args:
         to: the name of a target.
@@ -281,7 +281,7 @@ def representable(to: str, value: Value) -> Value:
 
 
 def fitted(to: str, model: Model, plan: Plan) -> Plan:
-    """The plan for a target: embeddings in float that it cannot store quantized, and a row for each expert that it takes apart.
+    """The plan for a target: embeddings in float that it cannot store quantized, and a row for each matrix of stacked experts.
 
     The reason and the bytes of such embeddings say so.
 

@@ -9,7 +9,18 @@ from ...._json import Count, Positive
 from ...config import DecoderConfig
 from ...part_configs import Experts
 from ..experts import MIXTRAL_NAMES
-from ..family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config, refuse_unless, window_fields
+from ..family import (
+    Common,
+    Family,
+    Number,
+    Windowed,
+    decoder_config,
+    every_nth_full,
+    hf_table,
+    read_config,
+    refuse_unless,
+    window_fields,
+)
 from ..rope import llama3_rope
 
 
@@ -90,8 +101,8 @@ def _cwm(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Cwm, names)
     if found.rope_scaling is None and found.rope_parameters is None:
         found.rope_parameters = llama3_rope(1_000_000.0, 16.0)
-    of_layers = ["sliding_attention" if i % 4 else "full_attention" for i in range(found.layers)]
-    windows = window_fields(found.layer_types or of_layers, found.window)
+    kinds = found.layer_types or every_nth_full(found.layers, 4, from_first=True)
+    windows = window_fields(kinds, found.window)
     return decoder_config(found, theta=1_000_000.0, mlp_bias=found.mlp_bias, **windows)
 
 

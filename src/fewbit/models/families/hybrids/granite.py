@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 
 from ...._hybrids import GRANITE_4, layers_with_state
-from ...._json import Count, Positive
+from ...._json import Count, Positive, converted
 from ....errors import QuantError, UnsupportedError
 from ...config import DecoderConfig
 from ...part_configs import Experts, Mamba2
@@ -16,6 +16,7 @@ from ..family import (
     Family,
     Number,
     decoder_config,
+    every_nth_full,
     gguf_table,
     hf_table,
     read_config,
@@ -59,16 +60,6 @@ class _Granite4(_Granite, kw_only=True):
     positions: str | None = msgspec.field(name="position_embedding_type", default=None)
     normalization: str = msgspec.field(name="normalization_function", default="rmsnorm")
     init_method: str | None = None
-    mamba_heads: Positive = msgspec.field(name="mamba_n_heads", default=128)
-    mamba_groups: Positive = msgspec.field(name="mamba_n_groups", default=1)
-    mamba_state: Positive = msgspec.field(name="mamba_d_state", default=256)
-    mamba_head_dim: Positive | str | None = msgspec.field(name="mamba_d_head", default=None)
-    mamba_kernel: Positive = msgspec.field(name="mamba_d_conv", default=4)
-    mamba_expand: Positive = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-    mamba_chunk_size: Count = 256
-    time_step_limit: list[float | str | dict[str, str]] | None = None
 
 
 def _granite(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -91,7 +82,7 @@ def _granite_moe_shared(obj: Mapping[str, Any], names: Collection[str]) -> Decod
 
 def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Granite 4, with state space layers of Mamba-2 or without, and with experts or without."""
-    found = read_config({key: obj[key] for key in obj if key not in OF_TRAINING}, _Granite4, names)
+    found = read_config(obj, _Granite4, names, STATE_KEYS)
     refuse_unless(found.normalization, ("rmsnorm",), "normalization_function")
     nope = () if found.positions == "rope" else tuple(range(found.layers))
     experts = None
@@ -100,11 +91,12 @@ def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
             raise QuantError(f"config.json has num_local_experts {found.experts} and num_experts_per_tok {found.active}")
         sizes = (found.experts, found.active, found.experts_hidden)
         experts = Experts(*sizes, shared_hidden=found.hidden, shared_gate=False, layout="joined")
+    layers = layers_with_state(found.kinds or ["mamba"] * found.layers, found.layers, GRANITE_4)
     return decoder_config(
         found,
         fused_mlp=True,
         nope_layers=nope,
-        mamba=state_spaces(found, layers_with_state(found.kinds or ["mamba"] * found.layers, found.layers, GRANITE_4)),
+        mamba=state_spaces(obj, found.width, layers),
         experts=experts,
         **_shared_fields(found),
     )
@@ -113,34 +105,32 @@ def _granite4(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 def _granite_windows(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Granite with attention sinks and a sliding window in three layers of four, each layer with its own base of rotary embedding."""
     found = read_config(obj, _GraniteWindows, names)
-    of_layers = ["sliding_attention" if i % 4 else "full_attention" for i in range(found.layers)]
-    windows = window_fields(found.layer_types or of_layers, found.window)
-    fields = {**_shared_fields(found), **windows, "mlp_bias": found.mlp_bias, "sinks": True}
+    kinds = found.layer_types or every_nth_full(found.layers, 4, from_first=True)
+    fields = {**_shared_fields(found), **window_fields(kinds, found.window), "mlp_bias": found.mlp_bias, "sinks": True}
     if found.thetas is None:
         return decoder_config(found, **fields)
-    has_window = windows.get("window_layers", ()) or (range(found.layers) if windows else ())
-    nope = tuple(i for i, theta in enumerate(found.thetas[: found.layers]) if not theta)
-    of_kinds = [
-        {found.thetas[i] for i in range(found.layers) if i not in nope and (i in has_window) == kind} for kind in (0, 1)
-    ]
-    if len(found.thetas) < found.layers or any(len(thetas) > 1 for thetas in of_kinds):
-        raise UnsupportedError(
-            f"config.json has layer_rope_theta = {found.thetas!r:.80}; one base is supported for layers with a window, and one for others"
+    thetas = found.thetas[: found.layers]
+    if not len(thetas) == len(kinds) == found.layers:
+        raise QuantError(
+            f"config.json has {len(thetas)} layer_rope_theta and {len(kinds)} layer_types of {found.layers} layers"
         )
-    full, local = (next(iter(thetas), 0.0) for thetas in of_kinds)
+    full, local = (
+        {theta for theta, kind in zip(thetas, kinds, strict=True) if theta and kind == wanted}
+        for wanted in ("full_attention", "sliding_attention")
+    )
+    if len(full) > 1 or len(local) > 1:
+        raise UnsupportedError(
+            f"config.json has layer_rope_theta = {thetas!r:.80}; one base is supported for layers with a window, and one for others"
+        )
     rope = found.rope_scaling or found.rope_parameters or {}
     if full and local and full != local:
-        refuse_unless(
-            rope.get("rope_type", "default"), ("default",), "rope_type", "config.json with several layer_rope_theta"
-        )
-        fields["window_rope_theta"] = local
-    if full or local:
-        found.rope_scaling, found.rope_parameters = None, {**rope, "rope_theta": full or local}
-    return decoder_config(found, nope_layers=nope, **fields)
+        where = "config.json with several layer_rope_theta"
+        refuse_unless(rope.get("rope_type", "default"), ("default",), "rope_type", where)
+        fields["window_rope_theta"] = min(local)
+    if bases := full or local:
+        found.rope_scaling, found.rope_parameters = None, {**rope, "rope_theta": min(bases)}
+    return decoder_config(found, nope_layers=tuple(i for i, theta in enumerate(thetas) if not theta), **fields)
 
-
-OF_TRAINING = ("time_step_min", "time_step_max", "time_step_floor")
-"""Keys of which only the initial values of parameters depend."""
 
 _INFINITIES = (math.inf, "Infinity", "inf", {"__float__": "Infinity"})
 """What files have for infinity."""
@@ -151,56 +141,53 @@ def refuse_time_step_limit(given: object) -> None:
     refuse_unless(given, (None, *([0.0, infinity] for infinity in _INFINITIES)), "time_step_limit")
 
 
-@runtime_checkable
-class StateSpaces(Protocol):
-    """What config.json says of state spaces; other fields are those of `Common`."""
+class StateSpaces(msgspec.Struct, kw_only=True):
+    """The schema of state spaces, which is read beside that of a family."""
 
-    layers: int
-    width: int
-    mamba_heads: int
-    mamba_groups: int
-    mamba_state: int
-    mamba_head_dim: int | str | None
-    mamba_kernel: int
-    mamba_expand: int
-    mamba_conv_bias: bool
-    mamba_proj_bias: bool
-    time_step_limit: list[Any] | None
+    heads: Positive = msgspec.field(name="mamba_n_heads", default=128)
+    groups: Positive = msgspec.field(name="mamba_n_groups", default=1)
+    state_dim: Positive = msgspec.field(name="mamba_d_state", default=256)
+    head_dim: Positive | str | None = msgspec.field(name="mamba_d_head", default=None)
+    kernel: Positive = msgspec.field(name="mamba_d_conv", default=4)
+    expand: Positive = msgspec.field(name="mamba_expand", default=2)
+    conv_bias: bool = msgspec.field(name="mamba_conv_bias", default=True)
+    proj_bias: bool = msgspec.field(name="mamba_proj_bias", default=False)
+    time_step_limit: list[float | str | dict[str, str]] | None = None
 
 
-def state_spaces(found: StateSpaces, layers: tuple[int, ...]) -> Mamba2 | None:
+STATE_KEYS = (
+    *(field.encode_name for field in msgspec.structs.fields(StateSpaces)),
+    *("mamba_chunk_size", "time_step_min", "time_step_max", "time_step_floor"),
+)
+"""The keys of state spaces; of the last ones only speed and the initial values of parameters depend."""
+
+
+def state_spaces(obj: Mapping[str, Any], width: int, layers: tuple[int, ...]) -> Mamba2 | None:
     """The state spaces of some layers; None if there are none.
 
     Args:
-        found: the fields of config.json.
+        obj: the JSON object of config.json.
+        width: the width of the residual stream.
         layers: the layers.
 
     Raises:
         UnsupportedError: where time steps are limited, or a width is another word than "auto".
-        QuantError: for heads of another width than `mamba_expand` gives.
+        QuantError: for a value of another type, or heads of another width than `mamba_expand` gives.
     """
     if not layers:
         return None
+    found = converted(obj, StateSpaces, "config.json")
     refuse_time_step_limit(found.time_step_limit)
-    width = found.mamba_expand * found.width
-    head_dim = found.mamba_head_dim
+    inner, head_dim = found.expand * width, found.head_dim
     if not isinstance(head_dim, int):
         refuse_unless(head_dim, ("auto", None), "mamba_d_head")
-        head_dim = width // found.mamba_heads
-    if head_dim * found.mamba_heads != width:
+        head_dim = inner // found.heads
+    if head_dim * found.heads != inner:
         raise QuantError(
-            f"config.json has {found.mamba_heads} heads of {head_dim} in state space layers, which mamba_expand makes {width} wide"
+            f"config.json has {found.heads} heads of {head_dim} in state space layers, which mamba_expand makes {inner} wide"
         )
-    return Mamba2(
-        layers,
-        found.mamba_heads,
-        head_dim,
-        found.mamba_state,
-        found.mamba_groups,
-        found.mamba_kernel,
-        conv_bias=found.mamba_conv_bias,
-        bias=found.mamba_proj_bias,
-    )
+    biases = {"conv_bias": found.conv_bias, "bias": found.proj_bias}
+    return Mamba2(layers, found.heads, head_dim, found.state_dim, found.groups, found.kernel, **biases)
 
 
 def _shared_fields(found: _Granite) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ...._json import Count, Positive
 from ....errors import QuantError
 from ...config import DecoderConfig
 from ...part_configs import Experts, LinearAttention, LinearLayout
-from ..experts import expert_layout, expert_names
+from ..experts import expert_layout, expert_names, sparse_layers
 from ..family import (
     Common,
     Family,
@@ -132,14 +132,10 @@ def _qwen3_moe(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
 def _mellum(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     """Mellum 2: Qwen3's experts, and a sliding window in some layers. Layers for multi-token prediction are named mtp.*"""
     found = read_config(obj, _Mellum, names, _MULTI_TOKEN)
-    kinds = found.kinds or ["sparse"] * found.layers
-    for kind in kinds:
-        refuse_unless(kind, ("dense", "sparse"), "mlp_layer_types")
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
-    experts = None
-    if layers:
+    layers, experts = sparse_layers(found.kinds or ["sparse"] * found.layers, found.layers), None
+    if layers is not None:
         count = found.experts or found.local_experts or 64
-        settings = {"normalized": found.normalized, "layers": layers if len(layers) < found.layers else ()}
+        settings: dict[str, Any] = {"normalized": found.normalized, "layers": layers}
         experts = Experts(count, found.active, found.expert_hidden, layout=expert_layout(names), **settings)
     return decoder_config(
         found,

@@ -8,7 +8,8 @@ import msgspec
 from ...._json import Count, Positive
 from ....errors import QuantError, UnsupportedError
 from ...config import DecoderConfig
-from ...part_configs import ExpertLayout, Experts
+from ...part_configs import Experts
+from ..experts import expert_layout
 from ..family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
 
 
@@ -77,9 +78,6 @@ def _experts(found: _Llama4, names: Collection[str]) -> Experts | None:
         layers = list(range(found.step - 1, found.layers, found.step))
     if not layers:
         return None
-    layout: ExpertLayout = "separate"
-    if any(name.endswith(".experts.gate_up_proj") for name in names):
-        layout = "joined_in_out"
     return Experts(
         found.experts,
         found.active,
@@ -90,7 +88,7 @@ def _experts(found: _Llama4, names: Collection[str]) -> Experts | None:
         scales_input=True,
         shared_hidden=found.hidden,
         shared_gate=False,
-        layout=layout,
+        layout="separate" if expert_layout(names) == "separate" else "joined_in_out",
     )
 
 
